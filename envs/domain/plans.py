@@ -1,0 +1,86 @@
+"""Where a model runs (`TpGroup`, its ranks) and how its layers are cut over them (`SplitPlan`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from envs.domain.specs import GpuSpec, LinkSpec, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """One device and where it sits: `rack`, `node` and `switch` name its place; equal names share it."""
+
+    gpu: GpuSpec
+    node: str
+    switch: str = ""
+    rack: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """Widths per rank of every cut; each tuple has one entry per rank, zero allowed.
+
+    query_heads, mlp_blocks, vocabulary_rows: counts; `mlp_block` is the MLP columns in one block.
+    """
+
+    query_heads: tuple[int, ...]
+    mlp_blocks: tuple[int, ...]
+    vocabulary_rows: tuple[int, ...]
+    mlp_block: int = 1
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        if not len(self.query_heads) == len(self.mlp_blocks) == len(self.vocabulary_rows):
+            raise ValueError(
+                f"SplitPlan: cuts have unequal rank counts {len(self.query_heads)}, {len(self.mlp_blocks)}, "
+                f"{len(self.vocabulary_rows)}; give one width per rank in each"
+            )
+        for name in ("query_heads", "mlp_blocks", "vocabulary_rows"):
+            widths = getattr(self, name)
+            if min(widths, default=0) < 0 or sum(widths) < 1:
+                raise ValueError(f"SplitPlan: {name}={widths} needs widths >= 0 that sum to at least 1")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.query_heads)
+
+    def check_covers(self, model: ModelSpec) -> None:
+        """Raise ValueError unless the cuts cover the model exactly."""
+        wanted = (
+            ("query_heads", sum(self.query_heads), model.query_heads),
+            ("mlp columns", sum(self.mlp_blocks) * self.mlp_block, model.mlp_width),
+            ("vocabulary_rows", sum(self.vocabulary_rows), model.vocabulary),
+        )
+        for name, got, want in wanted:
+            if got != want:
+                raise ValueError(f"SplitPlan for {model.name!r}: {name} sum to {got}, the model has {want}")
+
+
+@dataclass(frozen=True, slots=True)
+class TpGroup:
+    """Ranks that serve one replica of `model` by tensor parallelism, and the links between them.
+
+    `inner_link` joins ranks of one communication domain (a node), `outer_link` joins domains.
+    """
+
+    name: str
+    model: ModelSpec
+    ranks: tuple[RankPlace, ...]
+    inner_link: LinkSpec
+    outer_link: LinkSpec
+    host_speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise ValueError(f"TpGroup {self.name!r}: no ranks; give at least one")
+        if self.host_speed <= 0:
+            raise ValueError(f"TpGroup {self.name!r}: host_speed={self.host_speed} must be positive")
+
+    @property
+    def domains(self) -> tuple[tuple[int, ...], ...]:
+        """Communication domains: rank indices by node, in order of first appearance."""
+        by_node: dict[tuple[str, str], list[int]] = {}
+        for index, place in enumerate(self.ranks):
+            by_node.setdefault((place.rack, place.node), []).append(index)
+        return tuple(tuple(members) for members in by_node.values())

@@ -1,0 +1,14 @@
+"""One wording for "this name is unknown": what came, the nearest known name, all known names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return e.g. `router "least_wrk" unknown; did you mean "least_work_left"? known: ...`."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f'; did you mean "{close[0]}"?' if close else ";"
+    return f'{kind} "{name}" unknown{hint} known: {", ".join(names)}'
