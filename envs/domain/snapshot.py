@@ -1,0 +1,81 @@
+"""All that a scheduler may see at one instant: measured or declared, nothing of the future."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Residents:
+    """Requests inside groups, group after group: those of group g are rows offset[g] to offset[g + 1].
+
+    All arrays have shape (residents,). `generated` counts tokens made so far; the true length is not here.
+    `admitted` tells whether the request holds KV; `prefill_left` are prompt tokens not yet computed.
+    """
+
+    offset: IntArray
+    request_id: IntArray
+    class_index: IntArray
+    prompt_tokens: IntArray
+    generated: IntArray
+    prefill_left: IntArray
+    admitted: BoolArray
+    arrival_s: FloatArray
+    first_token_s: FloatArray
+    queue_key: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClusterSnapshot:
+    """The cluster at `now_s`; arrays have shape (groups,) unless stated. Times in s, sizes in tokens or blocks.
+
+    is_up: serving; accepts: is_up, not draining, breaker lets traffic pass and the queue has room.
+    prefill_backlog_tokens: prompt tokens of waiting and running requests not yet computed.
+    decode_kv_tokens: KV tokens read by the next decode step. step_s: predicted time of that step, corrected.
+    prefill_tokens_per_s: predicted, corrected. correction: observed / predicted step time (1 = as predicted).
+    report_age_s: age of what was reported; our own in-flight counts are always fresh.
+    plan_corner: which split corner is in force (index into envs.decision.split_planner.CORNERS, -1 unknown).
+    rank_busy_fraction: (groups, ranks) mean share of a step in which the rank computes, 0 for absent ranks.
+    """
+
+    now_s: float
+    is_up: BoolArray
+    accepts: BoolArray
+    is_draining: BoolArray
+    running: IntArray
+    waiting: IntArray
+    running_limit: IntArray
+    queue_limit: IntArray
+    kv_blocks_free: IntArray
+    kv_blocks_total: IntArray
+    kv_block_tokens: int
+    prefill_backlog_tokens: IntArray
+    decode_kv_tokens: IntArray
+    step_s: FloatArray
+    step_left_s: FloatArray
+    prefill_tokens_per_s: FloatArray
+    correction: FloatArray
+    oldest_wait_s: FloatArray
+    breaker_state: IntArray
+    report_age_s: FloatArray
+    pause_left_s: FloatArray
+    plan_corner: IntArray
+    rank_busy_fraction: FloatArray
+    capability: FloatArray  # relative decode speed of the declared hardware, mean 1 over the cluster
+    usd_per_hour: FloatArray
+    residents: Residents
+    hold_queue: int
+    hold_queue_limit: int
+    arrival_rate_5s: float
+    arrival_rate_60s: float
+
+    @property
+    def groups(self) -> int:
+        return int(self.is_up.shape[0])
