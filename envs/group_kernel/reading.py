@@ -1,0 +1,145 @@
+"""What an engine would report of each group at one instant: loads, backlog, KV, residents. Compiled; changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from envs.group_kernel import kv_pool
+from envs.group_kernel import layout as L
+from envs.group_kernel.advance import jump_duration_s, steps_done_by
+
+# integer columns of `read_groups`
+(R_RUNNING, R_WAITING, R_BLOCKS_FREE, R_BLOCKS_TOTAL, R_BACKLOG_TOKENS, R_DECODE_KV, R_DECODING, R_SLOTS_FREE) = range(8)
+READ_INTS = 8
+# float columns
+(R_STEP_LEFT_S, R_OLDEST_WAIT_S, R_CORRECTION, R_PAUSE_LEFT_S, R_STEP_NOW_S) = range(5)
+READ_FLOATS = 5
+
+# integer and float columns of `read_residents`
+(V_REQUEST, V_CLASS, V_PROMPT, V_GENERATED, V_PREFILL_LEFT, V_ADMITTED) = range(6)
+RESIDENT_INTS = 6
+(V_ARRIVAL_S, V_FIRST_S, V_KEY) = range(3)
+RESIDENT_FLOATS = 3
+
+
+@njit(cache=True)
+def read_groups(state, now_s, out_int, out_float):
+    """Fill `out_int` (G, READ_INTS) and `out_float` (G, READ_FLOATS) as of `now_s`; call after `advance_all(state, now_s)`."""
+    for g in range(state.group_int.shape[0]):
+        ints = state.group_int[g]
+        group = state.group_float[g]
+        backlog = decode_kv = decoding = 0
+        done = steps_done_by(group, now_s, ints[L.GI_JUMP_STEPS]) if ints[L.GI_JUMP_ACTIVE] == 1 else 0
+        oldest_s = 0.0
+        for place in range(ints[L.GI_RUNNING]):
+            row = state.slot_int[g, state.running[g, place]]
+            if row[L.SI_PHASE] == L.PHASE_DECODE:
+                decoding += 1
+                decode_kv += row[L.SI_DONE] + done
+            else:
+                backlog += row[L.SI_GOAL] - row[L.SI_DONE]
+        for place in range(ints[L.GI_WAITING]):
+            slot = state.waiting[g, place]
+            row = state.slot_int[g, slot]
+            backlog += row[L.SI_PROMPT] + row[L.SI_GENERATED] - row[L.SI_DONE]
+            oldest_s = max(oldest_s, now_s - state.slot_float[g, slot, L.SF_ENQUEUED_S])
+        out_int[g, R_RUNNING] = ints[L.GI_RUNNING]
+        out_int[g, R_WAITING] = ints[L.GI_WAITING]
+        out_int[g, R_BLOCKS_FREE] = kv_pool.reachable_blocks(state, g, ints[L.GI_PLAN])
+        out_int[g, R_BLOCKS_TOTAL] = kv_pool.total_blocks(state, g, ints[L.GI_PLAN])
+        out_int[g, R_BACKLOG_TOKENS] = backlog
+        out_int[g, R_DECODE_KV] = decode_kv
+        out_int[g, R_DECODING] = decoding
+        out_int[g, R_SLOTS_FREE] = ints[L.GI_FREE_SLOTS]
+        step_left_s = 0.0
+        step_now_s = 0.0
+        if ints[L.GI_JUMP_ACTIVE] == 1:
+            step_left_s = group[L.GF_JUMP_START_S] + jump_duration_s(group, done + 1) - now_s
+            step_now_s = jump_duration_s(group, done + 1) - jump_duration_s(group, done)
+        out_float[g, R_STEP_LEFT_S] = max(0.0, step_left_s)
+        out_float[g, R_STEP_NOW_S] = step_now_s
+        out_float[g, R_OLDEST_WAIT_S] = oldest_s
+        correction = 1.0
+        if group[L.GF_PREDICTED_S] > 0.0:
+            correction = min(20.0, max(0.05, group[L.GF_OBSERVED_S] / group[L.GF_PREDICTED_S]))
+        out_float[g, R_CORRECTION] = correction
+        out_float[g, R_PAUSE_LEFT_S] = max(0.0, group[L.GF_PAUSED_UNTIL_S] - now_s)
+
+
+@njit(cache=True)
+def count_residents(state):
+    """Requests inside all groups."""
+    total = 0
+    for g in range(state.group_int.shape[0]):
+        total += state.group_int[g, L.GI_RUNNING] + state.group_int[g, L.GI_WAITING]
+    return total
+
+
+@njit(cache=True)
+def read_residents(state, now_s, offset, out_int, out_float):
+    """Fill the rows of every resident, running before waiting, group after group; `offset` (G + 1,) tells whose rows are whose."""
+    index = 0
+    for g in range(state.group_int.shape[0]):
+        offset[g] = index
+        ints = state.group_int[g]
+        group = state.group_float[g]
+        done = steps_done_by(group, now_s, ints[L.GI_JUMP_STEPS]) if ints[L.GI_JUMP_ACTIVE] == 1 else 0
+        for place in range(ints[L.GI_RUNNING] + ints[L.GI_WAITING]):
+            is_running = place < ints[L.GI_RUNNING]
+            slot = state.running[g, place] if is_running else state.waiting[g, place - ints[L.GI_RUNNING]]
+            row = state.slot_int[g, slot]
+            out_int[index, V_REQUEST] = row[L.SI_REQUEST]
+            out_int[index, V_CLASS] = row[L.SI_CLASS]
+            out_int[index, V_PROMPT] = row[L.SI_PROMPT]
+            out_int[index, V_GENERATED] = row[L.SI_GENERATED] + (done if row[L.SI_PHASE] == L.PHASE_DECODE else 0)
+            left = 0
+            if row[L.SI_PHASE] == L.PHASE_PREFILL:
+                left = row[L.SI_GOAL] - row[L.SI_DONE]
+            elif not is_running:
+                left = row[L.SI_PROMPT] + row[L.SI_GENERATED] - row[L.SI_DONE]
+            out_int[index, V_PREFILL_LEFT] = left
+            out_int[index, V_ADMITTED] = 1 if is_running else 0
+            out_float[index, V_ARRIVAL_S] = state.slot_float[g, slot, L.SF_ARRIVAL_S]
+            out_float[index, V_FIRST_S] = state.slot_float[g, slot, L.SF_FIRST_S]
+            out_float[index, V_KEY] = state.slot_float[g, slot, L.SF_KEY]
+            index += 1
+    offset[state.group_int.shape[0]] = index
+
+
+@njit(cache=True)
+def hit_tokens(state, request, out):
+    """Prompt tokens of `request` that each group's prefix cache already holds; `out` (G,)."""
+    for g in range(state.group_int.shape[0]):
+        out[g] = 0
+        if state.prefix_offset.shape[0] > request + 1:
+            matched = 0
+            for i in range(state.prefix_offset[request], state.prefix_offset[request + 1]):
+                if state.cache_links[g, state.prefix_ids[i], 2] < 0:
+                    break
+                matched += 1
+            out[g] = matched * state.group_int[g, L.GI_CACHE_BLOCK_TOKENS]
+
+
+@njit(cache=True)
+def kv_conserved(state):
+    """Check used blocks, slots and lists against each other; returns the first group that is wrong, or -1."""
+    for g in range(state.group_int.shape[0]):
+        used = np.zeros(2, np.int64)
+        ints = state.group_int[g]
+        for place in range(ints[L.GI_RUNNING]):
+            row = state.slot_int[g, state.running[g, place]]
+            used[row[L.SI_PLAN]] += row[L.SI_BLOCKS]
+            if row[L.SI_BLOCKS] < 0 or row[L.SI_PHASE] < L.PHASE_PREFILL:
+                return g
+        if used[0] != ints[L.GI_USED_BLOCKS0] or used[1] != ints[L.GI_USED_BLOCKS1]:
+            return g
+        if ints[L.GI_RUNNING] + ints[L.GI_WAITING] + ints[L.GI_FREE_SLOTS] != state.slot_int.shape[1]:
+            return g
+        present = 0
+        for block in range(state.cache_links.shape[1] - 1):
+            if state.cache_links[g, block, 2] >= 0:
+                present += 1
+        if present != ints[L.GI_CACHE_BLOCKS]:
+            return g
+    return -1
