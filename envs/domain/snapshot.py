@@ -16,20 +16,14 @@ BoolArray = npt.NDArray[np.bool_]
 class Residents:
     """Requests inside groups, group after group: those of group g are rows offset[g] to offset[g + 1].
 
-    All arrays have shape (residents,). `generated` counts tokens made so far; the true length is not here.
-    `admitted` tells whether the request holds KV; `prefill_left` are prompt tokens not yet computed.
+    ints (residents, 6): request id, class index, prompt tokens, tokens generated so far, prompt tokens not yet
+    computed, 1 if admitted (holds KV). floats (residents, 3): arrival, first token (NaN before it), queue key.
+    The true output length is not here. Packed, because compiled code reads them on every decision.
     """
 
     offset: IntArray
-    request_id: IntArray
-    class_index: IntArray
-    prompt_tokens: IntArray
-    generated: IntArray
-    prefill_left: IntArray
-    admitted: BoolArray
-    arrival_s: FloatArray
-    first_token_s: FloatArray
-    queue_key: FloatArray
+    ints: IntArray
+    floats: FloatArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +33,7 @@ class ClusterSnapshot:
     is_up: serving; accepts: is_up, not draining, breaker lets traffic pass and the queue has room.
     prefill_backlog_tokens: prompt tokens of waiting and running requests not yet computed.
     decode_kv_tokens: KV tokens read by the next decode step. step_s: predicted time of that step, corrected.
-    prefill_tokens_per_s: predicted, corrected. correction: observed / predicted step time (1 = as predicted).
+    prefill_tokens_per_s: declared hardware's rate. decoding: sequences that decode now. correction: observed / predicted step time (1 = as predicted).
     report_age_s: age of what was reported; our own in-flight counts are always fresh.
     plan_corner: which split corner is in force (index into envs.decision.split_planner.CORNERS, -1 unknown).
     rank_busy_fraction: (groups, ranks) mean share of a step in which the rank computes, 0 for absent ranks.
@@ -58,6 +52,7 @@ class ClusterSnapshot:
     kv_block_tokens: int
     prefill_backlog_tokens: IntArray
     decode_kv_tokens: IntArray
+    decoding: IntArray
     step_s: FloatArray
     step_left_s: FloatArray
     prefill_tokens_per_s: FloatArray

@@ -94,9 +94,7 @@ def _share_prefix(state, g, slot):
     if state.prefix_offset.shape[0] <= request + 1:
         return
     begin = state.prefix_offset[request]
-    full = min(
-        state.prefix_offset[request + 1] - begin, ints[L.SI_PROMPT] // max(1, state.group_int[g, L.GI_CACHE_BLOCK_TOKENS])
-    )
+    full = min(state.prefix_offset[request + 1] - begin, ints[L.SI_PROMPT] // max(1, state.group_int[g, L.GI_CACHE_BLOCK_TOKENS]))
     size = prefix_cache.blocks_per_entry(state, g)
     for i in range(begin + ints[L.SI_CACHE_REFS], begin + full):
         if ints[L.SI_BLOCKS] < size:

@@ -1,0 +1,295 @@
+"""What a request would meet in each group, and what it would do to those already there, by the schedulers' own model.
+
+The model is the plain roofline times the group's observed / predicted correction: it never sees true output lengths,
+true slow-downs or the world's residual tables. One compiled pass over groups and residents; closed form, no play-out
+(`envs.group_kernel.play_forward` plays the batch forward where precision is worth milliseconds).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from envs.domain.requests import SERVICE_CLASSES, Request
+from envs.domain.snapshot import ClusterSnapshot, FloatArray, IntArray
+from envs.perf_model.step_time import step_parts
+
+# Columns of the estimate table (G, ESTIMATES).
+(E_TTFT_S, E_TPOT_S, E_COMPLETION_S, E_OWN, E_HARM, E_UTILITY, E_STEP_S, E_STEP_AFTER_S, E_BACKLOG_S, E_PREFILL_RATE) = range(10)
+(E_KV_WAIT_S, E_WORK_LEFT_S, E_TTFT_RATIO, E_TPOT_RATIO) = range(10, 14)
+ESTIMATES = 14
+
+SOFTNESS = 0.2  # width of the soft limit, as a share of the limit: our own prediction error is about that large
+LATENESS_PRICE = 0.02  # utility lost per limit of lateness; keeps a gradient where a request is hopeless
+REMAINING_BINS = 40
+
+
+def remaining_bin(generated: int) -> int:
+    """Bin of the remaining-length table: three per factor of two."""
+    return min(REMAINING_BINS - 1, int(3.0 * math.log2(1.0 + generated)))
+
+
+def bin_starts() -> IntArray:
+    """Smallest `generated` of each bin, shape (REMAINING_BINS,)."""
+    return np.array([math.ceil(2.0 ** (b / 3.0) - 1.0 - 1e-9) for b in range(REMAINING_BINS)], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PredictorTables:
+    """What the predictor knows beside the snapshot. rank_cost (G, 2, R, RANK_COLUMNS), group_cost (G, GROUP_COLUMNS);
+    plan (G,) plan slot in force; remaining_tokens (classes, REMAINING_BINS) expected further tokens given those made;
+    chunk_tokens (G,) largest prefill chunk; limit_multiplier scales the class limits; head_start_s per priority level."""
+
+    rank_cost: FloatArray
+    group_cost: FloatArray
+    plan: IntArray
+    remaining_tokens: FloatArray
+    chunk_tokens: IntArray
+    residual: FloatArray
+    slow: FloatArray
+    limit_multiplier: float = 1.0
+    head_start_s: float = 2.0
+
+
+def class_limits(multiplier: float = 1.0) -> FloatArray:
+    """Rows (ttft_base_s, ttft_per_token_s, tpot_s, weight, priority) per class."""
+    return np.array(
+        [
+            (
+                c.ttft_base_s * multiplier,
+                c.ttft_per_prompt_token_s * multiplier,
+                c.tpot_limit_s * multiplier,
+                c.weight,
+                c.priority,
+            )
+            for c in SERVICE_CLASSES
+        ]
+    )
+
+
+@njit(cache=True)
+def _soft_met(value, limit):
+    """Probability-like score that `value` stays under `limit`: logistic in the relative slack, minus a linear lateness charge."""
+    slack = (limit - value) / (SOFTNESS * limit)
+    if slack > 30.0:
+        return 1.0
+    late = max(0.0, value / limit - 1.0)
+    if slack < -30.0:
+        return -LATENESS_PRICE * late
+    return 1.0 / (1.0 + math.exp(-slack)) - LATENESS_PRICE * late
+
+
+@njit(cache=True)
+def _join(ttft_score, tpot_score):
+    """Both limits must hold; a negative (late) score is kept as a charge."""
+    if ttft_score > 0.0 and tpot_score > 0.0:
+        return ttft_score * tpot_score
+    return min(ttft_score, tpot_score)
+
+
+@njit(cache=True)
+def _step_s(g, plan, tokens, pairs, kv, sequences, rank_cost, group_cost, residual, slow):
+    if plan == 0:
+        parts = step_parts(g, rank_cost, group_cost, residual, slow, tokens, 0, pairs, 0.0, kv, 0, 0, 0, sequences)
+    else:
+        parts = step_parts(g, rank_cost, group_cost, residual, slow, 0, tokens, 0.0, pairs, 0, kv, 0, 0, sequences)
+    return parts[0] + parts[1] + parts[2] + parts[3]
+
+
+@njit(cache=True)
+def _remaining(table, class_index, generated):
+    place = int(3.0 * math.log2(1.0 + generated))
+    return table[class_index, min(table.shape[1] - 1, place)]
+
+
+@njit(cache=True)
+def _resident_utility(now_s, first, last, ints, floats, limits, table, step_s, extra_prefill_s, extra_key, start_s, rate):
+    """Summed soft utility of residents first..last - 1 when a decode step takes `step_s` and a newcomer with queue key
+    `extra_key` adds `extra_prefill_s` of prefill; start_s: when the backlog starts; rate: prefill tokens per s."""
+    total = 0.0
+    ahead_s = start_s
+    for i in range(first, last):
+        class_index = ints[i, 1]
+        limit = limits[class_index]
+        generated = ints[i, 3]
+        remaining = max(1.0, _remaining(table, class_index, generated))
+        made_s = floats[i, 1]
+        ahead_s += ints[i, 4] / rate
+        is_ahead = ints[i, 5] == 1 or floats[i, 2] <= extra_key
+        if generated > 0 and not math.isnan(made_s):
+            ttft_ok = 1.0 if made_s - floats[i, 0] <= limit[0] + limit[1] * ints[i, 2] else 0.0
+            further = generated - 1.0 + remaining
+            spent_s = now_s - made_s + remaining * step_s + extra_prefill_s
+            if ints[i, 4] > 0:
+                spent_s += ahead_s  # it must recompute first
+            total += limit[3] * ttft_ok * _soft_met(spent_s / max(1.0, further), limit[2])
+        else:
+            wait_s = ahead_s + (0.0 if is_ahead else extra_prefill_s)
+            ttft = _soft_met(now_s - floats[i, 0] + wait_s, limit[0] + limit[1] * ints[i, 2])
+            total += limit[3] * _join(ttft, _soft_met(step_s, limit[2]))
+    return total
+
+
+@njit(cache=True)
+def _estimate(
+    now_s,
+    arrival_s,
+    prompt,
+    class_index,
+    hits,
+    key,
+    group_ints,
+    group_floats,
+    offset,
+    resident_ints,
+    resident_floats,
+    block_tokens,
+    limits,
+    rank_cost,
+    group_cost,
+    residual,
+    slow,
+    plan,
+    table,
+    chunk,
+    out,
+):
+    limit = limits[class_index]
+    expected = max(1.0, table[class_index, 0])
+    for g in range(out.shape[0]):
+        running, waiting = group_ints[g, 0], group_ints[g, 1]
+        backlog, kv = group_ints[g, 4], group_ints[g, 5]
+        decoding = group_ints[g, 6]
+        correction = group_floats[g, 2]
+        costs = (rank_cost, group_cost, residual, slow)
+        everyone = running + waiting
+        width = chunk[g]
+        mixed_s = correction * _step_s(g, plan[g], decoding + width, 0.5 * width * width, kv, decoding + 1, *costs)
+        rate = width / mixed_s
+        step_s = 0.0
+        if everyone > 0:
+            step_s = correction * _step_s(g, plan[g], everyone, 0.0, kv + backlog, everyone, *costs)
+        step_after_s = correction * _step_s(g, plan[g], everyone + 1, 0.0, kv + backlog + prompt, everyone + 1, *costs)
+        own_s = (
+            max(prompt - hits[g], 1) / rate
+            if prompt > width
+            else correction
+            * _step_s(g, plan[g], decoding + max(prompt - hits[g], 1), 0.5 * prompt * prompt, kv, decoding + 1, *costs)
+        )
+        start_s = group_floats[g, 3] + group_floats[g, 0]
+        backlog_s = backlog / rate
+        # KV or batch shortage: room comes back as residents finish, one mean context at a time
+        need = prompt + 0.5 * expected + (backlog if waiting > 0 else 0)
+        shortage = max(0.0, need - group_ints[g, 2] * block_tokens)
+        mean_left = 0.0
+        for i in range(offset[g], offset[g + 1]):
+            mean_left += _remaining(table, resident_ints[i, 1], resident_ints[i, 3])
+        kv_wait_s = 0.0
+        work_s = backlog_s
+        if everyone > 0:
+            mean_left /= everyone
+            mean_context = max(1.0, (kv + backlog) / everyone)
+            leave_s = mean_left * step_s / everyone  # one leaves about every so often
+            kv_wait_s = shortage / mean_context * leave_s
+            full = running + waiting + 1 - group_ints[g, 8]
+            if full > 0:
+                kv_wait_s = max(kv_wait_s, full * leave_s)
+            work_s += mean_left * step_s
+        ttft_s = now_s - arrival_s + start_s + max(backlog_s, kv_wait_s) + own_s
+        tpot_s = step_after_s + 0.5 * backlog_s / expected
+        out[g, 0] = ttft_s
+        out[g, 1] = tpot_s
+        out[g, 2] = ttft_s + expected * tpot_s
+        ttft_limit_s = limit[0] + limit[1] * prompt
+        out[g, 3] = limit[3] * _join(_soft_met(ttft_s, ttft_limit_s), _soft_met(tpot_s, limit[2]))
+        before = _resident_utility(
+            now_s, offset[g], offset[g + 1], resident_ints, resident_floats, limits, table, step_s, 0.0, key, start_s, rate
+        )
+        after = _resident_utility(
+            now_s,
+            offset[g],
+            offset[g + 1],
+            resident_ints,
+            resident_floats,
+            limits,
+            table,
+            step_after_s,
+            own_s,
+            key,
+            start_s,
+            rate,
+        )
+        out[g, 4] = after - before
+        out[g, 5] = before
+        out[g, 6] = step_s
+        out[g, 7] = step_after_s
+        out[g, 8] = backlog_s
+        out[g, 9] = rate
+        out[g, 10] = kv_wait_s
+        out[g, 11] = work_s
+        out[g, 12] = ttft_s / ttft_limit_s
+        out[g, 13] = tpot_s / limit[2]
+
+
+def pack_groups(view: ClusterSnapshot) -> tuple[IntArray, FloatArray]:
+    """The snapshot's group columns in the order that the compiled pass reads."""
+    ints = np.empty((view.groups, 9), np.int64)
+    ints[:, 0] = view.running
+    ints[:, 1] = view.waiting
+    ints[:, 2] = view.kv_blocks_free
+    ints[:, 3] = view.kv_blocks_total
+    ints[:, 4] = view.prefill_backlog_tokens
+    ints[:, 5] = view.decode_kv_tokens
+    ints[:, 6] = view.decoding
+    ints[:, 7] = view.queue_limit
+    ints[:, 8] = view.running_limit
+    floats = np.empty((view.groups, 5))
+    floats[:, 0] = view.step_left_s
+    floats[:, 1] = view.oldest_wait_s
+    floats[:, 2] = view.correction
+    floats[:, 3] = view.pause_left_s
+    floats[:, 4] = view.step_s
+    return ints, floats
+
+
+def queue_key(arrival_s: float, class_index: int, head_start_s: float) -> float:
+    """Place in a group's queue: arrival time minus the head start of the class's priority."""
+    return arrival_s - SERVICE_CLASSES[class_index].priority * head_start_s
+
+
+def estimate_routes(view: ClusterSnapshot, request: Request, hits: IntArray, tables: PredictorTables) -> FloatArray:
+    """Estimates for `request` in every group, shape (groups, ESTIMATES), columns `E_*`; seconds, utilities, ratios.
+
+    hits: prompt tokens each group's prefix cache holds, shape (groups,). Groups that are down get estimates too:
+    the mask, not the predictor, keeps requests away from them.
+    """
+    out = np.empty((view.groups, ESTIMATES))
+    ints, floats = pack_groups(view)
+    residents = view.residents
+    _estimate(
+        view.now_s,
+        request.arrival_s,
+        request.prompt_tokens,
+        request.class_index,
+        hits,
+        queue_key(request.arrival_s, request.class_index, tables.head_start_s),
+        ints,
+        floats,
+        residents.offset,
+        residents.ints,
+        residents.floats,
+        view.kv_block_tokens,
+        class_limits(tables.limit_multiplier),
+        tables.rank_cost,
+        tables.group_cost,
+        tables.residual,
+        tables.slow,
+        tables.plan,
+        tables.remaining_tokens,
+        tables.chunk_tokens,
+        out,
+    )
+    return out
