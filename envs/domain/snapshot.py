@@ -32,8 +32,8 @@ class ClusterSnapshot:
 
     is_up: serving; accepts: is_up, not draining, breaker lets traffic pass and the queue has room.
     prefill_backlog_tokens: prompt tokens of waiting and running requests not yet computed.
-    decode_kv_tokens: KV tokens read by the next decode step. step_s: predicted time of that step, corrected.
-    prefill_tokens_per_s: declared hardware's rate. decoding: sequences that decode now. correction: observed / predicted step time (1 = as predicted).
+    decode_kv_tokens: KV tokens read by the next decode step. step_s: time of the step under way.
+    decoding: sequences that decode now. correction: observed / predicted step time (1 = as predicted).
     report_age_s: age of what was reported; our own in-flight counts are always fresh.
     plan_corner: which split corner is in force (index into envs.decision.split_planner.CORNERS, -1 unknown).
     rank_busy_fraction: (groups, ranks) mean share of a step in which the rank computes, 0 for absent ranks.
@@ -55,7 +55,6 @@ class ClusterSnapshot:
     decoding: IntArray
     step_s: FloatArray
     step_left_s: FloatArray
-    prefill_tokens_per_s: FloatArray
     correction: FloatArray
     oldest_wait_s: FloatArray
     breaker_state: IntArray

@@ -1,0 +1,417 @@
+"""The simulated world in motion: arrivals, decision points, commands, completions, retries, end of run.
+
+The scheduler comes in as an argument: `next_decision` runs the world to its next question, `apply` carries out the
+answer. Order at equal times: step ends and completions; then simpy's order (time, priority, order of scheduling), in
+which arrivals keep file order; a decision is answered before anything else of its instant happens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import simpy
+
+from envs.cluster import fault_process
+from envs.cluster.event_log import EventLog
+from envs.cluster.faults import draw_faults
+from envs.cluster.group_set import GroupSet
+from envs.cluster.moves import Moves
+from envs.cluster.outcome_table import OutcomeTable
+from envs.cluster.telemetry import Telemetry
+from envs.cluster.world import WorldSpec
+from envs.decision import predictor as P
+from envs.decision.actions import Decision, DecisionPoint, Scheduler, route_commands, route_mask
+from envs.decision.circuit_breaker import BreakerPanel, Outcome
+from envs.decision.length_estimator import LengthEstimator
+from envs.decision.move_candidates import rebalance_candidates, split_candidates
+from envs.decision.objective import request_reward
+from envs.decision.retry_budget import RetryBudget
+from envs.domain.commands import Command, CommandKind
+from envs.domain.requests import OutcomeKind, Request
+from envs.group_kernel import layout as L
+from envs.group_kernel import reading as R
+from envs.group_kernel.advance import advance_all, cut_jump, next_event_s
+from envs.group_kernel.queue import enqueue, enqueue_row, take_out
+
+TABLE_REFRESH_COMPLETIONS = 64  # the predictor's length table is rebuilt this often
+
+
+@dataclass(slots=True)
+class Held:
+    """A request outside every group: it waits for a decision. `rows` are its slot rows if it has run before."""
+
+    request: Request
+    deadline_s: float
+    rows: tuple[np.ndarray, np.ndarray] | None = None
+    may_hold: bool = True
+
+
+class RunStalled(RuntimeError):
+    """Neither the clock nor the completions moved for too many events (K09)."""
+
+
+class ClusterProcess:
+    """One world. Use either `run(schedulers)` or the pair `next_decision` / `apply`.
+
+    decisions: which kinds of decision points to raise; the others keep everything as it is.
+    """
+
+    def __init__(self, world: WorldSpec, decisions: tuple[Decision, ...] = ("route",), keep_lines: bool = False) -> None:
+        self.world = world
+        self.options = world.options
+        self.trace = world.trace
+        self.decisions = decisions
+        self.log = EventLog(keep_lines)
+        self.env = simpy.Environment()
+        seeds = np.random.SeedSequence(world.seed).spawn(4)
+        faults_rng, self._interference_rng, breaker_rng, self.moves_rng = (np.random.default_rng(seed) for seed in seeds)
+        self.groups = GroupSet(world.cluster, world.options, world.trace.prefix_offsets, world.trace.prefix_ids)
+        self.groups.set_prefix_block_tokens(world.trace.block_tokens)
+        self.state = self.groups.state
+        self.outcomes = OutcomeTable(world.trace)
+        self.telemetry = Telemetry(self.groups)
+        self.breakers = BreakerPanel(len(self.groups.groups), now_s=lambda: self.env.now, rng=breaker_rng)
+        self.retries = RetryBudget()
+        self.lengths = LengthEstimator()
+        self.tables = self._make_tables()
+        self.moves = Moves(self)
+        self.rewards: list[tuple[float, float]] = []
+        self.illegal_actions = 0
+        self._ready: deque[Held] = deque()  # asked again before anything else happens
+        self._held: deque[Held] = deque()
+        self._ticks: deque[Decision] = deque()
+        self._hold_watch_runs = False
+        self._next_arrival = 0
+        self._done = False
+        self._completions = 0
+        self._table_due = TABLE_REFRESH_COMPLETIONS
+        self._limits = P.class_limits(world.options.limit_multiplier)
+        self._hits = np.zeros(len(self.groups.groups), np.int64)
+        faults = world.faults
+        if world.fault_rates is not None:
+            ranks = [len(group.ranks) for group in self.groups.groups]
+            faults = faults + draw_faults(world.fault_rates, ranks, self.span_s, faults_rng)
+        self.faults = faults
+        self.env.process(self._arrivals())
+        if self.options.interference_sigma > 0:
+            self.env.process(self._interference())
+        self.env.process(self._control())
+        for fault in faults:
+            self.env.process(fault_process.strike(self, fault))
+
+    # -- what callers use
+
+    @property
+    def span_s(self) -> float:
+        """Time of the last arrival."""
+        return float(self.trace.arrival_s[-1]) if len(self.trace.arrival_s) else 0.0
+
+    @property
+    def horizon_s(self) -> float:
+        """End of the world at the latest: last arrival plus the drain time."""
+        return self.span_s + self.options.drain_s
+
+    @property
+    def in_system(self) -> int:
+        """Requests that have arrived and not ended."""
+        return self._next_arrival - self.outcomes.ended
+
+    def next_decision(self) -> DecisionPoint | None:
+        """Run to the next decision point; None when the world has ended."""
+        stalled = 0
+        while True:
+            if self._ready:
+                return self._route_point(self._ready.popleft())
+            if self._ticks:
+                point = self._tick_point(self._ticks.popleft())
+                if point is not None:
+                    return point
+                continue
+            if self._done:
+                return None
+            before = (self.env.now, self.outcomes.ended)
+            self.env.step()
+            stalled = stalled + 1 if before == (self.env.now, self.outcomes.ended) else 0
+            if stalled > self.options.stall_events:
+                raise RunStalled(
+                    f"{self.world.name}: {stalled} events at {self.env.now:.3f} s without progress, seed {self.world.seed}"
+                )
+
+    def apply(self, point: DecisionPoint, index: int) -> None:
+        """Carry out candidate `index`; an index the mask forbids becomes refuse or keep, and is counted."""
+        if not (0 <= index < len(point.commands) and point.mask[index]):
+            self.illegal_actions += 1
+            index = len(point.commands) - 1 if point.decision == "route" else 0
+        command = point.commands[index]
+        if point.decision == "route":
+            self._apply_route(command)
+        elif command.kind is not CommandKind.KEEP:
+            self.log.note(self.env.now, command.kind.name, command.group_index, command.target_index)
+            self.moves.apply(command)
+
+    def run(self, schedulers: dict[Decision, Scheduler]) -> OutcomeTable:
+        """Run to the end, each kind of decision answered by its scheduler; kinds without one keep and are not raised."""
+        while (point := self.next_decision()) is not None:
+            self.apply(point, schedulers[point.decision].choose(point))
+        return self.outcomes
+
+    def finish_now(self) -> None:
+        """End the world early; requests inside stay UNFINISHED."""
+        self.settle()
+        self._done = True
+
+    # -- time
+
+    def settle(self) -> None:
+        """Bring every group to the present and book what ended meanwhile."""
+        advance_all(self.state, self.env.now)
+        if self.state.record_count[0]:
+            self._book_records()
+
+    def _book_records(self) -> None:
+        count = int(self.state.record_count[0])
+        self.state.record_count[0] = 0
+        ints = self.state.record_int[:count]
+        floats = self.state.record_float[:count]
+        order = np.lexsort((ints[:, L.RI_GROUP], floats[:, L.RF_FINISH_S]))
+        ints, floats = ints[order], floats[order]
+        self.log.note_records(ints, floats)
+        out, request = self.outcomes, ints[:, L.RI_REQUEST]
+        completed = ints[:, L.RI_KIND] == L.RECORD_COMPLETED
+        out.kind[request] = np.where(completed, OutcomeKind.COMPLETED, OutcomeKind.FAILED)
+        out.reason[request] = np.where(completed, 0, 3)
+        out.group_index[request] = ints[:, L.RI_GROUP]
+        out.admitted_s[request] = floats[:, L.RF_ADMITTED_S]
+        out.first_token_s[request] = floats[:, L.RF_FIRST_S]
+        out.finish_s[request] = floats[:, L.RF_FINISH_S]
+        out.output_tokens[request] = ints[:, L.RI_GENERATED]
+        out.preemptions[request] = ints[:, L.RI_PREEMPTIONS]
+        out.attempts[request] = ints[:, L.RI_ATTEMPTS]
+        out.hit_tokens[request] = ints[:, L.RI_HIT]
+        out.parts[request] = floats[:, L.RF_PARTS :]
+        out.ended += count
+        for i in range(count):
+            self._book_one(ints[i], floats[i], bool(completed[i]))
+        if self._completions >= self._table_due:
+            self._table_due = self._completions + TABLE_REFRESH_COMPLETIONS
+            self.tables = self._make_tables()
+
+    def _book_one(self, ints: np.ndarray, floats: np.ndarray, completed: bool) -> None:
+        group_index, class_index, kind = int(ints[L.RI_GROUP]), int(ints[L.RI_CLASS]), int(ints[L.RI_KIND])
+        finish_s = float(floats[L.RF_FINISH_S])
+        self.retries.request_ended()
+        if completed:
+            self._completions += 1
+            self.lengths.observe(class_index, int(ints[L.RI_GENERATED]))
+            self.breakers.record(group_index, Outcome.OK)
+        elif kind == L.RECORD_TIMEOUT:
+            self.breakers.record(group_index, Outcome.FAULT)
+            self.outcomes.reason[ints[L.RI_REQUEST]] = 3
+        else:
+            self.outcomes.kind[ints[L.RI_REQUEST]] = OutcomeKind.UNSERVABLE
+            self.outcomes.reason[ints[L.RI_REQUEST]] = 4
+        reward = request_reward(
+            self._limits[class_index],
+            completed,
+            int(ints[L.RI_PROMPT]),
+            int(ints[L.RI_GENERATED]),
+            float(floats[L.RF_ARRIVAL_S]),
+            float(floats[L.RF_FIRST_S]),
+            finish_s,
+            self.horizon_s,
+        )
+        self.rewards.append((finish_s, reward))
+
+    def end_request(self, request_id: int, kind: OutcomeKind, reason: str, group_index: int = -1) -> None:
+        """End a request without service, now."""
+        trace = self.trace
+        self.outcomes.end(request_id, kind, reason, self.env.now, group_index)
+        self.retries.request_ended()
+        self.log.note(self.env.now, f"{kind.name}:{reason}", group_index, request_id)
+        reward = request_reward(
+            self._limits[trace.class_index[request_id]], False, int(trace.prompt_tokens[request_id]), 0,
+            float(trace.arrival_s[request_id]), float("nan"), self.env.now, self.horizon_s,
+        )  # fmt: skip
+        self.rewards.append((self.env.now, reward))
+
+    # -- processes
+
+    def _arrivals(self) -> Generator[Any, Any, None]:
+        trace = self.trace
+        for i in range(len(trace.arrival_s)):
+            gap_s = float(trace.arrival_s[i]) - self.env.now
+            yield self.env.timeout(max(0.0, gap_s))
+            self._next_arrival = i + 1
+            self.retries.request_started()
+            self.telemetry.rate_5s.count(self.env.now)
+            self.telemetry.rate_60s.count(self.env.now)
+            if self._is_unservable(i):
+                self.end_request(i, OutcomeKind.UNSERVABLE, "unservable")
+                continue
+            self._ready.append(Held(self._request(i), float(trace.arrival_s[i]) + self.options.hold_max_s))
+        while self.in_system > 0 and self.env.now < self.horizon_s:
+            yield self.env.timeout(min(1.0, self.horizon_s - self.env.now) + 1e-9)
+            self.settle()
+        self._done = True
+
+    def _request(self, i: int) -> Request:
+        trace = self.trace
+        return Request(i, float(trace.arrival_s[i]), int(trace.prompt_tokens[i]), int(trace.class_index[i]))
+
+    def _is_unservable(self, i: int) -> bool:
+        """The door: prompt plus allowed output against the context and the largest pool (K10). The scheduler never sees
+        the row's own length; where a trace declares no limit, the length served is the limit that was allowed."""
+        total = int(self.trace.prompt_tokens[i]) + int(self.trace.output_tokens[i])
+        pools = [self.groups.kv_tokens_max(g) for g in range(len(self.groups.groups)) if not self.groups.health[g].is_parked]
+        return total > self.groups.limits.context_tokens or total > max(pools, default=0)
+
+    def _control(self) -> Generator[Any, Any, None]:
+        while True:
+            yield self.env.timeout(self.options.control_tick_s)
+            self.settle()
+            self.telemetry.refresh_slow_columns()
+            self.moves.tick()
+            self._ticks.extend(kind for kind in ("split", "rebalance") if kind in self.decisions)
+
+    def _interference(self) -> Generator[Any, Any, None]:
+        """A hidden multiplier per group that wanders: neighbours, clocks, software. No scheduler sees it, only its effects."""
+        sigma = self.options.interference_sigma
+        while True:
+            self.settle()
+            self.groups.interference = np.exp(self._interference_rng.normal(0.0, sigma, len(self.groups.groups)))
+            for g, factor in enumerate(self.groups.interference):
+                cut_jump(self.state, g, self.env.now)
+                self.state.group_cost[g, 7] = factor
+            yield self.env.timeout(self.options.interference_period_s)
+
+    def _hold_watch(self) -> Generator[Any, Any, None]:
+        """While requests are held: ask again on a completion, a capacity change or at the hold's deadline."""
+        while self._held:
+            wake_s = min(next_event_s(self.state), self._held[0].deadline_s)
+            yield self.env.timeout(max(0.0, wake_s - self.env.now))
+            ended = self.outcomes.ended
+            self.settle()
+            if self.outcomes.ended != ended or (self._held and self._held[0].deadline_s <= self.env.now):
+                self.ask_held_again()
+        self._hold_watch_runs = False
+
+    def ask_held_again(self) -> None:
+        """Raise a decision for every held request, in order."""
+        while self._held:
+            held = self._held.popleft()
+            held.may_hold = held.deadline_s > self.env.now
+            self._ready.append(held)
+
+    # -- route decisions
+
+    def view(self) -> Any:
+        """Snapshot of the present (`ClusterSnapshot`); settles first."""
+        self.settle()
+        return self.telemetry.snapshot(
+            self.env.now, self.breakers.allows(), self.breakers.states(), len(self._held), self.groups.limits.hold_limit
+        )
+
+    def _route_point(self, held: Held) -> DecisionPoint:
+        view = self.view()
+        R.hit_tokens(self.state, held.request.request_id, self._hits)
+        mask = route_mask(view.accepts, view.hold_queue, view.hold_queue_limit, held.may_hold)
+        self._asking = held
+        return DecisionPoint("route", view, route_commands(view.groups), mask, self.tables, held.request, self._hits.copy())
+
+    def _apply_route(self, command: Command) -> None:
+        held, request = self._asking, self._asking.request
+        if command.kind is CommandKind.REFUSE:
+            self._refuse(held, "scheduler")
+        elif command.kind is CommandKind.HOLD:
+            self._held.append(held)
+            if not self._hold_watch_runs:
+                self._hold_watch_runs = True
+                self.env.process(self._hold_watch())
+        else:
+            self._route_to(held, command.group_index)
+            self.log.note(self.env.now, "route", command.group_index, request.request_id)
+
+    def _refuse(self, held: Held, reason: str) -> None:
+        kind = OutcomeKind.REFUSED if held.rows is None else OutcomeKind.FAILED
+        self.end_request(held.request.request_id, kind, reason)
+
+    def _route_to(self, held: Held, group_index: int) -> None:
+        request, now_s = held.request, self.env.now
+        self.breakers.note_sent(group_index)
+        if held.rows is None:
+            key = P.queue_key(request.arrival_s, request.class_index, self.options.head_start_s)
+            slot = enqueue(
+                self.state, group_index, now_s, request.request_id, request.class_index, request.prompt_tokens,
+                int(self.trace.output_tokens[request.request_id]), request.arrival_s, key,
+                self._limits[request.class_index, 2],
+            )  # fmt: skip
+        else:
+            slot = enqueue_row(self.state, group_index, now_s, *held.rows, 0)
+        if slot < 0:
+            self._refuse(held, "queue_full")
+        else:
+            cut_jump(self.state, group_index, now_s)
+
+    # -- requests that leave a group without having ended
+
+    def residents(self, group_index: int, waiting_only: bool = False) -> Iterator[int]:
+        """Slot numbers of the requests in a group, waiting ones in queue order first."""
+        ints = self.state.group_int[group_index]
+        yield from [int(slot) for slot in self.state.waiting[group_index, : ints[L.GI_WAITING]]]
+        if not waiting_only:
+            yield from [int(slot) for slot in self.state.running[group_index, : ints[L.GI_RUNNING]]]
+
+    def extract(self, group_index: int, slot: int) -> Held:
+        """Take a request out of a group, ready to go on elsewhere."""
+        rows = (np.empty(L.SLOT_INTS, np.int64), np.empty(L.SLOT_FLOATS))
+        take_out(self.state, group_index, slot, self.env.now, *rows)
+        request_id, attempts = int(rows[0][L.SI_REQUEST]), int(rows[0][L.SI_ATTEMPTS])
+        trace = self.trace
+        request = Request(
+            request_id, float(trace.arrival_s[request_id]), int(trace.prompt_tokens[request_id]),
+            int(trace.class_index[request_id]), attempts=attempts,
+        )  # fmt: skip
+        return Held(request, self.env.now + self.options.hold_max_s, rows)
+
+    def put_back(self, held: Held, is_retry: bool) -> None:
+        """Ask where an extracted request shall go on; a retry is charged to the budget and to its attempts."""
+        assert held.rows is not None
+        if is_retry:
+            held.rows[0][L.SI_ATTEMPTS] += 1
+            if held.rows[0][L.SI_ATTEMPTS] > self.options.attempts_max or not self.retries.take():
+                self.end_request(held.request.request_id, OutcomeKind.FAILED, "retries_spent")
+                return
+        self._ready.append(held)
+
+    # -- control decisions
+
+    def _tick_point(self, decision: Decision) -> DecisionPoint | None:
+        view = self.view()
+        make = split_candidates if decision == "split" else rebalance_candidates
+        found = make(view, self.groups.groups, self.groups.plans, self.tables, self.moves.declared_health())
+        if len(found.commands) <= 1:
+            return None
+        return DecisionPoint(decision, view, found.commands, found.mask, self.tables, moves=found.moves)
+
+    def _make_tables(self) -> P.PredictorTables:
+        state = self.state
+        starts = P.bin_starts()
+        classes = np.arange(len(P.class_limits()))[:, None]
+        remaining = self.lengths.expected_remaining(
+            np.broadcast_to(classes, (len(classes), len(starts))), np.broadcast_to(starts, (len(classes), len(starts)))
+        )
+        return P.PredictorTables(
+            rank_cost=state.predicted_rank_cost,
+            group_cost=state.predicted_group_cost,
+            plan=state.group_int[:, L.GI_PLAN],
+            remaining_tokens=np.ascontiguousarray(remaining, np.float64),
+            chunk_tokens=np.ascontiguousarray(state.group_int[:, L.GI_CHUNK_MAX]),
+            residual=state.plain_residual,
+            slow=state.plain_slow,
+            limit_multiplier=self.options.limit_multiplier,
+            head_start_s=self.options.head_start_s,
+        )

@@ -1,0 +1,167 @@
+"""The simulated groups: kernel state and the hardware, plans and health behind it.
+
+Holds two sets of coefficients side by side: the world's (residual tables, interference, faults) and the schedulers'
+(plain roofline), so that nobody plans with the truth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from envs.cluster.world import WorldOptions
+from envs.decision import split_planner
+from envs.domain.plans import SplitPlan, TpGroup
+from envs.domain.snapshot import BoolArray, FloatArray
+from envs.group_kernel import kv_pool
+from envs.group_kernel import layout as L
+from envs.perf_model import all_reduce, group_cost, memory_fit
+from envs.perf_model import step_time as ST
+from envs.scenario.cluster_spec import ClusterSpec
+
+
+@dataclass(slots=True)
+class GroupHealth:
+    """What is true of one group's hardware now; schedulers see only what was detected of it."""
+
+    rank_is_lost: BoolArray
+    is_parked: bool = False
+    is_draining: bool = False
+    is_lost: bool = False
+    detected_down: bool = False
+    slow_compute: FloatArray = field(default_factory=lambda: np.ones(1))
+    slow_memory: FloatArray = field(default_factory=lambda: np.ones(1))
+
+
+class GroupSet:
+    """Kernel state of every group of a cluster, built from specs; changes of plan, speed and health go through here."""
+
+    def __init__(self, cluster: ClusterSpec, options: WorldOptions, prefix_offset: np.ndarray, prefix_ids: np.ndarray) -> None:
+        self.options = options
+        self.limits = cluster.limits
+        self.groups: list[TpGroup] = list(cluster.groups)
+        count = len(self.groups)
+        self.ranks_max = max(len(group.ranks) for group in self.groups)
+        slots = cluster.limits.max_running + cluster.limits.queue_limit
+        self.state = L.allocate(count, self.ranks_max, slots, prefix_offset, prefix_ids)
+        self.plans: list[SplitPlan] = []
+        self.corners = np.full(count, split_planner.CORNERS.index(options.start_corner), np.int64)
+        self.health = [GroupHealth(np.zeros(len(group.ranks), np.bool_)) for group in self.groups]
+        self.interference = np.ones(count)
+        self._set_limits(cluster)
+        for g, group in enumerate(self.groups):
+            self.health[g].is_parked = cluster.parked[g]
+            self.health[g].slow_compute = np.ones(len(group.ranks))
+            self.health[g].slow_memory = np.ones(len(group.ranks))
+            self.state.group_int[g, L.GI_UP] = 0 if cluster.parked[g] else 1
+            self.plans.append(self.plan_for(g, options.start_corner))
+            self._write_group(g)
+            self.write_plan(g, 0, self.plans[g])
+            self._fit_memory(g)
+
+    def _set_limits(self, cluster: ClusterSpec) -> None:
+        ints, floats = self.state.group_int, self.state.group_float
+        options = self.options
+        ints[:, L.GI_RUNNING_LIMIT] = cluster.limits.max_running
+        ints[:, L.GI_CHUNK_MAX] = options.chunk_tokens_max
+        ints[:, L.GI_CHUNK_MIN] = options.chunk_tokens_min
+        ints[:, L.GI_BATCH_MIN] = options.batch_min
+        ints[:, L.GI_BLOCK_TOKENS] = cluster.limits.kv_block_tokens
+        ints[:, L.GI_CACHE_BLOCK_TOKENS] = cluster.limits.kv_block_tokens
+        ints[:, L.GI_PREEMPTION_LIMIT] = options.preemption_limit
+        floats[:, L.GF_RETURN_S] = options.return_s
+        floats[:, L.GF_QUEUE_TIMEOUT_S] = options.queue_timeout_s
+        floats[:, L.GF_TPOT_MARGIN] = options.tpot_margin
+
+    def set_prefix_block_tokens(self, tokens: int) -> None:
+        """Tokens of one prefix block of the trace."""
+        self.state.group_int[:, L.GI_CACHE_BLOCK_TOKENS] = max(1, tokens)
+
+    def plan_for(self, g: int, corner: str, speed_factors: FloatArray | None = None) -> SplitPlan:
+        """Plan of one corner for group `g`, over its healthy ranks. Raises InfeasibleSplit when the model does not fit."""
+        factors = np.ones(len(self.groups[g].ranks)) if speed_factors is None else np.array(speed_factors, np.float64)
+        factors[self.health[g].rank_is_lost] = 0.0
+        mix = split_planner.StepMix()
+        return split_planner.corner_plan(self.groups[g], corner, mix, speed_factors=factors)
+
+    def _write_group(self, g: int) -> None:
+        group = self.groups[g]
+        alpha_s, beta_s_per_byte, _ = all_reduce.affine_coefficients(group)
+        row = group_cost.group_cost_row(group, alpha_s, beta_s_per_byte)
+        self.state.predicted_group_cost[g] = row
+        row = row.copy()
+        row[ST.GC_INTERFERENCE] = self.interference[g]
+        self.state.group_cost[g] = row
+        if self.options.use_residual_tables:
+            self.state.residual[g, : len(group.ranks)] = group_cost.residual_rows(group)
+
+    def write_plan(self, g: int, slot: int, plan: SplitPlan) -> None:
+        """Put `plan`'s coefficients and KV block sizes into plan slot `slot` of group `g`."""
+        group = self.groups[g]
+        ranks = len(group.ranks)
+        rows = group_cost.rank_cost_rows(group, plan)
+        for cost in (self.state.rank_cost, self.state.predicted_rank_cost):
+            cost[g, slot] = 0.0
+            cost[g, slot, :ranks] = rows
+        self.state.kv_block_bytes[g, slot] = 0.0
+        self.state.kv_block_bytes[g, slot, :ranks] = (
+            memory_fit.kv_bytes_per_token(group.model, plan) * self.limits.kv_block_tokens
+        )
+
+    def _fit_memory(self, g: int) -> None:
+        """Bytes left for KV on each rank: usable memory less weights and workspace of the plan in force."""
+        group, plan = self.groups[g], self.plans[g]
+        left = memory_fit.usable_bytes(group, self.options.memory_fraction)
+        left = left - memory_fit.weight_bytes(group.model, plan) - memory_fit.workspace_bytes(group.model, plan)
+        self.state.kv_bytes[g] = 0.0
+        self.state.kv_bytes[g, : len(group.ranks)] = np.maximum(left, 0.0)
+        if self.limits.kv_blocks is not None:  # a declared pool, as in tests of tiny caches
+            cap = self.limits.kv_blocks * self.state.kv_block_bytes[g, self.state.group_int[g, L.GI_PLAN]]
+            self.state.kv_bytes[g] = cap
+
+    def switch_plan(self, g: int, plan: SplitPlan, corner: int) -> None:
+        """Make `plan` the one for new requests; residents keep theirs. The caller has moved a third plan's KV and paid."""
+        slot = 1 - int(self.state.group_int[g, L.GI_PLAN])
+        self.plans[g] = plan
+        self.corners[g] = corner
+        self.write_plan(g, slot, plan)
+        self.state.group_int[g, L.GI_PLAN] = slot
+        self._fit_memory(g)
+
+    def rebuild(self, g: int, group: TpGroup, plan: SplitPlan, corner: int) -> None:
+        """New ranks or new hardware behind group `g`; only while nobody is running in it."""
+        self.groups[g] = group
+        self.plans[g] = plan
+        self.corners[g] = corner
+        self._write_group(g)
+        for slot in (0, 1):
+            self.write_plan(g, slot, plan)
+        self._fit_memory(g)
+        self.apply_speed(g)
+
+    def apply_speed(self, g: int) -> None:
+        """Write the true slow-downs of group `g` into the kernel."""
+        health = self.health[g]
+        ranks = len(self.groups[g].ranks)
+        self.state.slow[g, :ranks, 0] = health.slow_compute
+        self.state.slow[g, :ranks, 1] = health.slow_memory
+
+    def kv_tokens_max(self, g: int) -> int:
+        """Tokens of KV of an empty group under the plan in force."""
+        slot = int(self.state.group_int[g, L.GI_PLAN])
+        return int(kv_pool.total_blocks(self.state, g, slot)) * self.limits.kv_block_tokens
+
+    def rank_times_s(self, g: int, tokens: int, pairs: float, kv: int, truth: bool) -> FloatArray:
+        """Attention and MLP seconds per rank, (ranks, 2), of a step: the true ones (telemetry) or the predicted ones."""
+        state = self.state
+        out = np.zeros((self.ranks_max, 2))
+        plan = int(state.group_int[g, L.GI_PLAN])
+        if truth:
+            ST.rank_times(g, state.rank_cost, state.group_cost, state.residual, state.slow, plan, tokens, pairs, kv, out)
+        else:
+            ST.rank_times(
+                g, state.predicted_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow,
+                plan, tokens, pairs, kv, out,
+            )  # fmt: skip
+        return out[: len(self.groups[g].ranks)]

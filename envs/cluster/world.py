@@ -1,0 +1,54 @@
+"""What one simulated world consists of: cluster, traffic, faults, seed and the options of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from envs.cluster.faults import FaultEvent, FaultRates
+from envs.scenario.cluster_spec import ClusterSpec
+from envs.traces.trace_table import TraceTable
+
+
+@dataclass(frozen=True, slots=True)
+class WorldOptions:
+    """Model options. Times in seconds, tokens in tokens.
+
+    interference_sigma: spread of a hidden slow-down per group that wanders (log-normal, redrawn every
+    interference_period_s); with use_residual_tables it makes the world differ structurally from the
+    schedulers' roofline. limit_multiplier scales the class limits (DESIGN section 8).
+    """
+
+    use_residual_tables: bool = True
+    interference_sigma: float = 0.08
+    interference_period_s: float = 20.0
+    chunk_tokens_max: int = 2048
+    chunk_tokens_min: int = 256
+    batch_min: int = 8
+    tpot_margin: float = 0.9
+    preemption_limit: int = 32
+    return_s: float = 0.002
+    queue_timeout_s: float = 120.0
+    head_start_s: float = 2.0
+    hold_max_s: float = 1.0
+    control_tick_s: float = 5.0
+    drain_s: float = 180.0
+    limit_multiplier: float = 1.0
+    memory_fraction: float = 0.9
+    cold_start_s: float = 30.0
+    rebuild_s: float = 2.0
+    attempts_max: int = 3
+    stall_events: int = 200_000  # a run whose clock and completions stand still for so many events is stopped (K09)
+    start_corner: str = "planner"
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSpec:
+    """One world. `trace` is already sliced, scaled and rebased to 0 s; `faults` are scripted, `fault_rates` random."""
+
+    cluster: ClusterSpec
+    trace: TraceTable
+    seed: int
+    options: WorldOptions = field(default_factory=WorldOptions)
+    faults: tuple[FaultEvent, ...] = ()
+    fault_rates: FaultRates | None = None
+    name: str = "world"

@@ -1,0 +1,108 @@
+"""Decision points: what may be chosen now, as a list of candidate commands with a mask that is never all false."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from envs.decision import predictor as P
+from envs.domain.commands import Command, CommandKind
+from envs.domain.requests import SERVICE_CLASSES, Request
+from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray
+
+Decision = Literal["route", "split", "rebalance"]
+CORNER_COUNT = 5  # len(envs.decision.split_planner.CORNERS); a test holds the two together
+MOVE_COLUMNS = 5  # len(envs.decision.observation.MOVE_FEATURES)
+
+
+@lru_cache(maxsize=64)
+def route_commands(groups: int) -> tuple[Command, ...]:
+    """Candidates of a route decision: every group in order, then hold, then refuse."""
+    routes = tuple(Command(CommandKind.ROUTE, group_index) for group_index in range(groups))
+    return (*routes, Command(CommandKind.HOLD), Command(CommandKind.REFUSE, reason="scheduler"))
+
+
+@lru_cache(maxsize=256)
+def _kind_rows(commands: tuple[Command, ...]) -> npt.NDArray[np.float64]:
+    rows = np.zeros((len(commands), len(CommandKind)))
+    rows[np.arange(len(commands)), [command.kind for command in commands]] = 1.0
+    return rows
+
+
+def route_mask(accepts: BoolArray, hold_queue: int, hold_limit: int, may_hold: bool) -> BoolArray:
+    """Allowed candidates of a route decision; refusing is always legal, so the mask is never empty (K02)."""
+    mask = np.empty(accepts.shape[0] + 2, np.bool_)
+    mask[:-2] = accepts
+    mask[-2] = may_hold and hold_queue < hold_limit
+    mask[-1] = True
+    return mask
+
+
+@dataclass(eq=False)
+class DecisionPoint:
+    """One question to the scheduler: the view, the candidates, the mask. Derived numbers are computed when first asked for.
+
+    request and hits belong to route decisions (hits (groups,): prompt tokens in each prefix cache); moves
+    (candidates, MOVE_COLUMNS) to split and rebalance decisions: log speed-up, log1p price in s, log1p affected
+    requests, log1p target backlog in s, utility delta.
+    """
+
+    decision: Decision
+    view: ClusterSnapshot
+    commands: tuple[Command, ...]
+    mask: BoolArray
+    tables: P.PredictorTables
+    request: Request | None = None
+    hits: IntArray = None  # type: ignore[assignment]
+    moves: FloatArray = None  # type: ignore[assignment]
+
+    @cached_property
+    def estimates(self) -> FloatArray:
+        """Predictor's table (groups, ESTIMATES); for decisions without a request, of a short chat request."""
+        request = self.request or Request(-1, self.view.now_s, 128, 0)
+        hits = self.hits if self.hits is not None else np.zeros(self.view.groups, np.int64)
+        return P.estimate_routes(self.view, request, hits, self.tables)
+
+    @cached_property
+    def packed(self) -> tuple[IntArray, FloatArray]:
+        return P.pack_groups(self.view)
+
+    @cached_property
+    def potential(self) -> float:
+        """Phi of reward shaping: soft utility of everyone already inside."""
+        return float(self.estimates[:, P.E_UTILITY].sum())
+
+    @property
+    def allowed_groups(self) -> BoolArray:
+        """Route decisions: which groups may take the request, shape (groups,)."""
+        return self.mask[: self.view.groups]
+
+    @property
+    def kind_rows(self) -> npt.NDArray[np.float64]:
+        return _kind_rows(self.commands)
+
+    @property
+    def source_groups(self) -> IntArray:
+        return np.array([command.group_index for command in self.commands], np.int64)
+
+    @property
+    def corners(self) -> IntArray:
+        return np.array(
+            [command.argument if command.kind is CommandKind.SET_SPLIT else -1 for command in self.commands], np.int64
+        )
+
+    @property
+    def tightest_tpot_s(self) -> float:
+        return min(service.tpot_limit_s for service in SERVICE_CLASSES) * self.tables.limit_multiplier
+
+
+class Scheduler(Protocol):
+    """Whoever answers decision points: a heuristic, a policy, or the runtime's retreat through both."""
+
+    def choose(self, point: DecisionPoint) -> int:
+        """Index of an allowed candidate; an index the mask forbids is the scheduler's fault and is counted."""
+        ...

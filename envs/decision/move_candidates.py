@@ -1,0 +1,207 @@
+"""Candidates of split and rebalance decisions, with what each is predicted to gain and to cost.
+
+Lists are short on purpose: the smallest sufficient moves, a few per group, so that one network scores them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from envs.decision import predictor as P
+from envs.decision import split_planner
+from envs.decision.actions import MOVE_COLUMNS
+from envs.domain.commands import Command, CommandKind
+from envs.domain.plans import SplitPlan, TpGroup
+from envs.domain.requests import Request
+from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray
+
+MIGRATIONS_MAX = 8
+SPLIT_CANDIDATES = ("compute", "bandwidth", "memory", "planner")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeclaredHealth:
+    """What the control plane knows of the groups: parked, draining; speed_factors[g] (ranks,) is measured speed over
+    declared speed, 0 for a lost rank. cold_start_s and rebuild_s are prices in seconds."""
+
+    is_parked: BoolArray
+    is_draining: BoolArray
+    speed_factors: tuple[FloatArray, ...]
+    cold_start_s: float
+    rebuild_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MoveCandidates:
+    """commands[0] is always KEEP. moves (candidates, MOVE_COLUMNS): see envs.decision.observation.MOVE_FEATURES."""
+
+    commands: tuple[Command, ...]
+    mask: BoolArray
+    moves: FloatArray
+
+
+def _collect(rows: list[tuple[Command, tuple[float, ...]]]) -> MoveCandidates:
+    commands = (Command(CommandKind.KEEP), *(command for command, _ in rows))
+    moves = np.zeros((len(commands), MOVE_COLUMNS))
+    for index, (_, row) in enumerate(rows, start=1):
+        moves[index] = row
+    return MoveCandidates(commands, np.ones(len(commands), np.bool_), moves)
+
+
+def current_mix(view: ClusterSnapshot, g: int) -> split_planner.StepMix:
+    """What a step of group `g` looks like now, as the planner's forecast; an idle group gets a small default mix."""
+    everyone = int(view.running[g] + view.waiting[g])
+    if everyone == 0:
+        return split_planner.StepMix()
+    kv_tokens = int(view.decode_kv_tokens[g] + view.prefill_backlog_tokens[g])
+    return split_planner.StepMix(decode_sequences=everyone, kv_tokens=kv_tokens)
+
+
+def split_candidates(
+    view: ClusterSnapshot,
+    groups: Sequence[TpGroup],
+    plans: Sequence[SplitPlan],
+    tables: P.PredictorTables,
+    health: DeclaredHealth,
+) -> MoveCandidates:
+    """Keep, or move one group's split to a corner other than its present plan. Groups of one rank have no choice."""
+    rows: list[tuple[Command, tuple[float, ...]]] = []
+    for g, (group, plan) in enumerate(zip(groups, plans, strict=True)):
+        if len(group.ranks) < 2 or not view.is_up[g]:
+            continue
+        mix = current_mix(view, g)
+        factors = health.speed_factors[g]
+        before_s = split_planner.step_cost_s(group, plan, mix, speed_factors=factors)
+        seen = {(plan.query_heads, plan.mlp_blocks)}
+        for corner in SPLIT_CANDIDATES:
+            try:
+                other = split_planner.corner_plan(group, corner, mix, speed_factors=factors)
+            except split_planner.InfeasibleSplit:
+                continue
+            if (other.query_heads, other.mlp_blocks) in seen:
+                continue
+            seen.add((other.query_heads, other.mlp_blocks))
+            after_s = split_planner.step_cost_s(group, other, mix, speed_factors=factors)
+            price = split_planner.resplit_price(group, plan, other, kv_tokens=mix.kv_tokens)
+            command = Command(CommandKind.SET_SPLIT, g, argument=split_planner.CORNERS.index(corner))
+            everyone = float(view.running[g] + view.waiting[g])
+            rows.append((command, (_gain(before_s, after_s), np.log1p(price.seconds), np.log1p(everyone), 0.0, 0.0)))
+    return _collect(rows)
+
+
+def _gain(before_s: float, after_s: float) -> float:
+    if before_s <= 0 or after_s <= 0 or not np.isfinite(before_s + after_s):
+        return 0.0
+    return float(np.clip(np.log(before_s / after_s), -5.0, 5.0))
+
+
+def rebalance_candidates(
+    view: ClusterSnapshot,
+    groups: Sequence[TpGroup],
+    plans: Sequence[SplitPlan],
+    tables: P.PredictorTables,
+    health: DeclaredHealth,
+) -> MoveCandidates:
+    """Keep; requeue a group's waiting requests; migrate one running request to the least loaded group; scale; fall back."""
+    typical = P.estimate_routes(view, Request(-1, view.now_s, 512, 0), np.zeros(view.groups, np.int64), tables)
+    open_groups = np.flatnonzero(view.accepts)
+    rows: list[tuple[Command, tuple[float, ...]]] = []
+    if len(open_groups):
+        best = int(open_groups[np.argmin(typical[open_groups, P.E_TTFT_S] + typical[open_groups, P.E_WORK_LEFT_S] * 1e-3)])
+        rows += _requeue_rows(view, typical, best)
+        rows += _migrate_rows(view, groups, typical, best)
+    rows += _scale_rows(view, groups, typical, health)
+    rows += _subset_rows(view, groups, plans, health)
+    return _collect(rows)
+
+
+def _requeue_rows(view: ClusterSnapshot, typical: FloatArray, best: int) -> list[tuple[Command, tuple[float, ...]]]:
+    rows = []
+    for g in np.flatnonzero((view.waiting > 0) & view.is_up):
+        if g == best:
+            continue
+        gain = _gain(typical[g, P.E_TTFT_S], typical[best, P.E_TTFT_S])
+        affected = np.log1p(float(view.waiting[g]))
+        row = (gain, 0.0, affected, np.log1p(typical[best, P.E_BACKLOG_S]), typical[best, P.E_OWN] - typical[g, P.E_OWN])
+        rows.append((Command(CommandKind.REQUEUE, int(g), best), row))
+    return rows
+
+
+def _migrate_rows(
+    view: ClusterSnapshot, groups: Sequence[TpGroup], typical: FloatArray, best: int
+) -> list[tuple[Command, tuple[float, ...]]]:
+    """The newest running request of each loaded group: it has the most left to gain and the least KV to move."""
+    rows = []
+    load = typical[:, P.E_STEP_S] * view.is_up
+    for g in np.argsort(-load, kind="stable")[:MIGRATIONS_MAX]:
+        first, last = view.residents.offset[g], view.residents.offset[g + 1]
+        decoding = [i for i in range(first, last) if view.residents.ints[i, 5] == 1 and view.residents.ints[i, 4] == 0]
+        if g == best or not decoding:
+            continue
+        index = min(decoding, key=lambda i: (int(view.residents.ints[i, 3]), i))
+        tokens = int(view.residents.ints[index, 2] + view.residents.ints[index, 3])
+        link = groups[g].outer_link
+        price_s = link.alpha_s + tokens * groups[g].model.kv_bytes_per_token * link.beta_s_per_byte
+        row = (
+            _gain(typical[g, P.E_STEP_S], typical[best, P.E_STEP_AFTER_S]),
+            np.log1p(price_s),
+            np.log1p(1.0),
+            np.log1p(typical[best, P.E_BACKLOG_S]),
+            -typical[g, P.E_HARM] + typical[best, P.E_HARM],
+        )
+        rows.append((Command(CommandKind.MIGRATE, int(g), best, int(view.residents.ints[index, 0])), row))
+    return rows
+
+
+def _scale_rows(
+    view: ClusterSnapshot, groups: Sequence[TpGroup], typical: FloatArray, health: DeclaredHealth
+) -> list[tuple[Command, tuple[float, ...]]]:
+    rows: list[tuple[Command, tuple[float, ...]]] = []
+    pressure = float(np.mean(typical[view.is_up, P.E_BACKLOG_S])) if view.is_up.any() else 0.0
+    for g in np.flatnonzero(health.is_parked & (view.running + view.waiting == 0)):
+        price = np.log1p(health.cold_start_s)
+        rows.append((Command(CommandKind.SCALE_OUT, int(g)), (0.0, price, 0.0, np.log1p(pressure), view.capability[g])))
+        for h in np.flatnonzero(view.is_up):
+            if len(groups[h].ranks) + len(groups[g].ranks) <= view.rank_busy_fraction.shape[1]:
+                command = Command(CommandKind.REGROUP, int(g), int(h))
+                everyone = np.log1p(float(view.running[h] + view.waiting[h]))
+                rows.append((command, (0.0, np.log1p(health.rebuild_s), everyone, np.log1p(pressure), 0.0)))
+                break
+    if view.is_up.sum() > 1 and health.is_parked.any():  # only where something can come back
+        weakest = int(min(np.flatnonzero(view.is_up & ~view.is_draining), key=lambda g: view.capability[g], default=-1))
+        if weakest >= 0:
+            everyone = np.log1p(float(view.running[weakest] + view.waiting[weakest]))
+            row = (0.0, 0.0, everyone, np.log1p(pressure), -float(view.capability[weakest]))
+            rows.append((Command(CommandKind.SCALE_IN, weakest), row))
+    return rows
+
+
+def _subset_rows(
+    view: ClusterSnapshot, groups: Sequence[TpGroup], plans: Sequence[SplitPlan], health: DeclaredHealth
+) -> list[tuple[Command, tuple[float, ...]]]:
+    """Fall back where a rank runs at less than half its declared speed; restore where ranks stand unused though well."""
+    rows: list[tuple[Command, tuple[float, ...]]] = []
+    for g, (group, plan, factors) in enumerate(zip(groups, plans, health.speed_factors, strict=True)):
+        if len(group.ranks) < 2 or not view.is_up[g]:
+            continue
+        used = np.array(plan.query_heads) + np.array(plan.mlp_blocks) > 0
+        mix = current_mix(view, g)
+        if factors[used].min(initial=1.0) < 0.5:
+            try:
+                other = split_planner.fallback_plan(group, factors)
+            except split_planner.InfeasibleSplit:
+                continue
+            command = Command(CommandKind.FALL_BACK, g)
+        elif not used.all() and (factors[~used] > 0.5).all():
+            other = split_planner.corner_plan(group, "planner", mix, speed_factors=factors)
+            command = Command(CommandKind.RESTORE, g)
+        else:
+            continue
+        before_s = split_planner.step_cost_s(group, plan, mix, speed_factors=factors)
+        after_s = split_planner.step_cost_s(group, other, mix, speed_factors=factors)
+        everyone = np.log1p(float(view.running[g] + view.waiting[g]))
+        rows.append((command, (_gain(before_s, after_s), np.log1p(health.rebuild_s), everyone, 0.0, 0.0)))
+    return rows
