@@ -20,18 +20,17 @@ from envs.cluster.event_log import EventLog
 from envs.cluster.faults import draw_faults
 from envs.cluster.group_set import GroupSet
 from envs.cluster.moves import Moves
-from envs.cluster.outcome_table import OutcomeTable
+from envs.cluster.outcome_table import REASONS, OutcomeTable
 from envs.cluster.telemetry import Telemetry
 from envs.cluster.world import WorldSpec
 from envs.decision import predictor as P
 from envs.decision.actions import Decision, DecisionPoint, Scheduler, route_commands, route_mask
-from envs.decision.circuit_breaker import BreakerPanel, Outcome
+from envs.decision.circuit_breaker import BreakerPanel, Outcome, ProbeLease, State
 from envs.decision.length_estimator import LengthEstimator
 from envs.decision.move_candidates import rebalance_candidates, split_candidates
-from envs.decision.objective import request_reward
 from envs.decision.retry_budget import RetryBudget
 from envs.domain.commands import Command, CommandKind
-from envs.domain.requests import OutcomeKind, Request
+from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, Request
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
 from envs.group_kernel.advance import advance_all, cut_jump, next_event_s
@@ -79,7 +78,8 @@ class ClusterProcess:
         self.lengths = LengthEstimator()
         self.tables = self._make_tables()
         self.moves = Moves(self)
-        self.rewards: list[tuple[float, float]] = []
+        self.ended_requests: list[int] = []  # in order of booking; the environment drains it to pay rewards
+        self._leases: dict[int, ProbeLease] = {}
         self.illegal_actions = 0
         self._ready: deque[Held] = deque()  # asked again before anything else happens
         self._held: deque[Held] = deque()
@@ -183,7 +183,7 @@ class ClusterProcess:
         out, request = self.outcomes, ints[:, L.RI_REQUEST]
         completed = ints[:, L.RI_KIND] == L.RECORD_COMPLETED
         out.kind[request] = np.where(completed, OutcomeKind.COMPLETED, OutcomeKind.FAILED)
-        out.reason[request] = np.where(completed, 0, 3)
+        out.reason[request] = np.where(completed, 0, REASONS.index("queue_timeout"))
         out.group_index[request] = ints[:, L.RI_GROUP]
         out.admitted_s[request] = floats[:, L.RF_ADMITTED_S]
         out.first_token_s[request] = floats[:, L.RF_FIRST_S]
@@ -195,48 +195,32 @@ class ClusterProcess:
         out.parts[request] = floats[:, L.RF_PARTS :]
         out.ended += count
         for i in range(count):
-            self._book_one(ints[i], floats[i], bool(completed[i]))
+            self._book_one(ints[i], bool(completed[i]))
         if self._completions >= self._table_due:
             self._table_due = self._completions + TABLE_REFRESH_COMPLETIONS
             self.tables = self._make_tables()
 
-    def _book_one(self, ints: np.ndarray, floats: np.ndarray, completed: bool) -> None:
-        group_index, class_index, kind = int(ints[L.RI_GROUP]), int(ints[L.RI_CLASS]), int(ints[L.RI_KIND])
-        finish_s = float(floats[L.RF_FINISH_S])
+    def _book_one(self, ints: np.ndarray, completed: bool) -> None:
+        group_index, kind, request_id = int(ints[L.RI_GROUP]), int(ints[L.RI_KIND]), int(ints[L.RI_REQUEST])
+        self.ended_requests.append(request_id)
         self.retries.request_ended()
+        lease = self._leases.pop(request_id, None)
         if completed:
             self._completions += 1
-            self.lengths.observe(class_index, int(ints[L.RI_GENERATED]))
-            self.breakers.record(group_index, Outcome.OK)
+            self.lengths.observe(int(ints[L.RI_CLASS]), int(ints[L.RI_GENERATED]))
+            self.breakers.breakers[group_index].record(Outcome.OK, lease=lease)
         elif kind == L.RECORD_TIMEOUT:
-            self.breakers.record(group_index, Outcome.FAULT)
-            self.outcomes.reason[ints[L.RI_REQUEST]] = 3
+            self.breakers.breakers[group_index].record(Outcome.FAULT, lease=lease, reason="queue timeout")
         else:
-            self.outcomes.kind[ints[L.RI_REQUEST]] = OutcomeKind.UNSERVABLE
-            self.outcomes.reason[ints[L.RI_REQUEST]] = 4
-        reward = request_reward(
-            self._limits[class_index],
-            completed,
-            int(ints[L.RI_PROMPT]),
-            int(ints[L.RI_GENERATED]),
-            float(floats[L.RF_ARRIVAL_S]),
-            float(floats[L.RF_FIRST_S]),
-            finish_s,
-            self.horizon_s,
-        )
-        self.rewards.append((finish_s, reward))
+            self.outcomes.kind[request_id] = OutcomeKind.UNSERVABLE
+            self.outcomes.reason[request_id] = REASONS.index("unservable")
 
     def end_request(self, request_id: int, kind: OutcomeKind, reason: str, group_index: int = -1) -> None:
         """End a request without service, now."""
-        trace = self.trace
         self.outcomes.end(request_id, kind, reason, self.env.now, group_index)
         self.retries.request_ended()
         self.log.note(self.env.now, f"{kind.name}:{reason}", group_index, request_id)
-        reward = request_reward(
-            self._limits[trace.class_index[request_id]], False, int(trace.prompt_tokens[request_id]), 0,
-            float(trace.arrival_s[request_id]), float("nan"), self.env.now, self.horizon_s,
-        )  # fmt: skip
-        self.rewards.append((self.env.now, reward))
+        self.ended_requests.append(request_id)
 
     # -- processes
 
@@ -341,7 +325,9 @@ class ClusterProcess:
 
     def _route_to(self, held: Held, group_index: int) -> None:
         request, now_s = held.request, self.env.now
-        self.breakers.note_sent(group_index)
+        breaker = self.breakers.breakers[group_index]
+        if breaker.state is State.HALF_OPEN and (lease := breaker.try_probe()) is not None:
+            self._leases[request.request_id] = lease
         if held.rows is None:
             key = P.queue_key(request.arrival_s, request.class_index, self.options.head_start_s)
             slot = enqueue(
@@ -400,15 +386,17 @@ class ClusterProcess:
     def _make_tables(self) -> P.PredictorTables:
         state = self.state
         starts = P.bin_starts()
-        classes = np.arange(len(P.class_limits()))[:, None]
-        remaining = self.lengths.expected_remaining(
-            np.broadcast_to(classes, (len(classes), len(starts))), np.broadcast_to(starts, (len(classes), len(starts)))
+        classes, made, middle = np.meshgrid(
+            np.arange(len(SERVICE_CLASSES)), starts, (np.arange(P.QUANTILES) + 0.5) / P.QUANTILES, indexing="ij"
         )
+        remaining = self.lengths.expected_remaining(classes[..., 0], made[..., 0])
+        quantiles = self.lengths.sample_remaining(classes, made, middle)
         return P.PredictorTables(
             rank_cost=state.predicted_rank_cost,
             group_cost=state.predicted_group_cost,
             plan=state.group_int[:, L.GI_PLAN],
             remaining_tokens=np.ascontiguousarray(remaining, np.float64),
+            remaining_quantiles=np.ascontiguousarray(quantiles, np.float64),
             chunk_tokens=np.ascontiguousarray(state.group_int[:, L.GI_CHUNK_MAX]),
             residual=state.plain_residual,
             slow=state.plain_slow,

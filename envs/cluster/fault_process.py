@@ -12,6 +12,7 @@ from envs.decision import detection
 from envs.decision.split_planner import InfeasibleSplit
 from envs.group_kernel import layout as L
 from envs.group_kernel.advance import cut_jump, stop_group
+from envs.group_kernel.queue import preempt
 from envs.perf_model import step_time as ST
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _lose(cluster: ClusterProcess, fault: FaultEvent) -> Generator[Any, Any, Non
     yield cluster.env.timeout(detection.delay_s(event))
     cluster.settle()
     health.detected_down = True
-    cluster.breakers.force_open(g, fault.kind.name.lower())
+    cluster.breakers.breakers[g].force_open(fault.kind.name.lower())
     if whole or not _go_on_with_survivors(cluster, g, fault.rank_index):
         for slot in list(cluster.residents(g)):
             cluster.put_back(cluster.extract(g, slot), is_retry=True)
@@ -90,8 +91,6 @@ def _go_on_with_survivors(cluster: ClusterProcess, g: int, rank: int) -> bool:
 
 def _requeue_inside(cluster: ClusterProcess, g: int) -> None:
     """Send the running requests of a stopped group back to its own queue; their KV is gone."""
-    from envs.group_kernel.queue import preempt
-
     for slot in list(cluster.state.running[g, : cluster.state.group_int[g, L.GI_RUNNING]]):
         preempt(cluster.state, g, int(slot), cluster.env.now)
 
@@ -104,7 +103,7 @@ def start(cluster: ClusterProcess, g: int, pause_s: float) -> None:
     floats[L.GF_CLOCK_S] = max(floats[L.GF_CLOCK_S], cluster.env.now)
     floats[L.GF_PAUSED_UNTIL_S] = cluster.env.now + pause_s
     cluster.state.group_int[g, L.GI_UP] = 1
-    cluster.breakers.reset(g)
+    cluster.breakers.breakers[g].revive()
 
 
 def _come_back(cluster: ClusterProcess, g: int) -> Generator[Any, Any, None]:

@@ -47,25 +47,27 @@ class OutcomeTable:
         self.finish_s[request_id] = now_s
         self.ended += 1
 
-    def to_outcomes(self) -> list[RequestOutcome]:
+    def outcome(self, i: int) -> RequestOutcome:
+        """Row `i` as a value."""
         trace = self.trace
-        return [
-            RequestOutcome(
-                request_id=i,
-                class_index=int(trace.class_index[i]),
-                kind=OutcomeKind(int(self.kind[i])),
-                reason=REASONS[self.reason[i]],
-                group_index=int(self.group_index[i]),
-                arrival_s=float(trace.arrival_s[i]),
-                admitted_s=float(self.admitted_s[i]),
-                first_token_s=float(self.first_token_s[i]),
-                finish_s=float(self.finish_s[i]),
-                prompt_tokens=int(trace.prompt_tokens[i]),
-                output_tokens=int(self.output_tokens[i]),
-                preemptions=int(self.preemptions[i]),
-                attempts=max(1, int(self.attempts[i])),
-                hit_tokens=int(self.hit_tokens[i]),
-                parts=tuple(float(part) for part in self.parts[i]),
-            )
-            for i in range(len(self.kind))
-        ]
+        return RequestOutcome(
+            request_id=i,
+            class_index=int(trace.class_index[i]),
+            kind=OutcomeKind(int(self.kind[i])),
+            reason=REASONS[self.reason[i]],
+            group_index=int(self.group_index[i]),
+            arrival_s=float(trace.arrival_s[i]),
+            admitted_s=float(self.admitted_s[i]),
+            first_token_s=float(self.first_token_s[i]),
+            finish_s=float(self.finish_s[i]),
+            prompt_tokens=int(trace.prompt_tokens[i]),
+            output_tokens=int(self.output_tokens[i]),
+            preemptions=int(self.preemptions[i]),
+            attempts=max(1, int(self.attempts[i])),
+            hit_tokens=int(self.hit_tokens[i]),
+            parts=tuple(float(part) for part in self.parts[i]),
+        )
+
+    def to_outcomes(self) -> list[RequestOutcome]:
+        """Every request's outcome, in trace order."""
+        return [self.outcome(i) for i in range(len(self.kind))]

@@ -165,6 +165,25 @@ def _group_flags(point: DecisionPoint) -> npt.NDArray[np.float64]:
     return flags
 
 
+def _feature_rows(point: DecisionPoint) -> tuple[npt.NDArray[np.float64], float]:
+    """Group features followed by route features (zero without a request) of every group, and the best net utility."""
+    view = point.view
+    ints, floats = point.packed
+    both = np.zeros((view.groups, len(GROUP_FEATURES) + len(ROUTE_FEATURES)))
+    _group_rows(ints, floats, _group_flags(point), point.estimates, point.tightest_tpot_s, both[:, : len(GROUP_FEATURES)])
+    best_net = 0.0
+    if point.request is not None:
+        allowed = point.mask[: view.groups]
+        prompt = point.request.prompt_tokens
+        best_net = _route_rows(point.estimates, point.hits, prompt, allowed, both[:, len(GROUP_FEATURES) :])
+    return both, best_net
+
+
+def route_and_group_rows(point: DecisionPoint) -> npt.NDArray[np.float64]:
+    """The part of the observation that a per-group score may look at, shape (groups, GROUP_FEATURES + ROUTE_FEATURES)."""
+    return _feature_rows(point)[0]
+
+
 def encode(point: DecisionPoint, rows: int) -> tuple[Float32Array, Float32Array]:
     """Observation of one decision point.
 
@@ -178,16 +197,10 @@ def encode(point: DecisionPoint, rows: int) -> tuple[Float32Array, Float32Array]
     view = point.view
     out = np.zeros((rows, len(FEATURES)))
     out[:count, : len(CommandKind)] = point.kind_rows
-    ints, floats = point.packed
-    group_rows = np.empty((view.groups, len(GROUP_FEATURES)))
-    _group_rows(ints, floats, _group_flags(point), point.estimates, point.tightest_tpot_s, group_rows)
-    best_net = 0.0
+    both, best_net = _feature_rows(point)
+    group_rows = both[:, : len(GROUP_FEATURES)]
     if point.request is not None:
-        route_rows = np.zeros((view.groups, len(ROUTE_FEATURES)))
-        allowed = point.mask[: view.groups]
-        best_net = _route_rows(point.estimates, point.hits, point.request.prompt_tokens, allowed, route_rows)
-        out[: view.groups, _GROUP_AT:_ROUTE_AT] = group_rows
-        out[: view.groups, _ROUTE_AT:_MOVE_AT] = route_rows
+        out[: view.groups, _GROUP_AT:_MOVE_AT] = both
     else:
         source = point.source_groups
         has_group = source >= 0

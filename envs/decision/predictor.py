@@ -25,6 +25,7 @@ ESTIMATES = 14
 SOFTNESS = 0.2  # width of the soft limit, as a share of the limit: our own prediction error is about that large
 LATENESS_PRICE = 0.02  # utility lost per limit of lateness; keeps a gradient where a request is hopeless
 REMAINING_BINS = 40
+QUANTILES = 16
 
 
 def remaining_bin(generated: int) -> int:
@@ -40,13 +41,15 @@ def bin_starts() -> IntArray:
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictorTables:
     """What the predictor knows beside the snapshot. rank_cost (G, 2, R, RANK_COLUMNS), group_cost (G, GROUP_COLUMNS);
-    plan (G,) plan slot in force; remaining_tokens (classes, REMAINING_BINS) expected further tokens given those made;
+    plan (G,) plan slot in force; remaining_tokens (classes, REMAINING_BINS) expected further tokens given those made, and
+    remaining_quantiles (classes, REMAINING_BINS, QUANTILES) their quantiles;
     chunk_tokens (G,) largest prefill chunk; limit_multiplier scales the class limits; head_start_s per priority level."""
 
     rank_cost: FloatArray
     group_cost: FloatArray
     plan: IntArray
     remaining_tokens: FloatArray
+    remaining_quantiles: FloatArray
     chunk_tokens: IntArray
     residual: FloatArray
     slow: FloatArray

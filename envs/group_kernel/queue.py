@@ -14,7 +14,7 @@ from envs.group_kernel import prefix_cache
 
 
 @njit(cache=True)
-def _insert_waiting(state, g, slot):
+def insert_waiting(state, g, slot):
     waiting = state.waiting[g]
     count = state.group_int[g, L.GI_WAITING]
     key = state.slot_float[g, slot, L.SF_KEY]
@@ -76,7 +76,7 @@ def enqueue(state, g, now_s, request, class_index, prompt, target, arrival_s, ke
     floats[L.SF_TPOT_LIMIT_S] = tpot_limit_s
     floats[L.SF_ENQUEUED_S] = now_s
     ints[L.SI_PHASE] = L.PHASE_WAITING
-    _insert_waiting(state, g, slot)
+    insert_waiting(state, g, slot)
     return slot
 
 
@@ -94,7 +94,7 @@ def enqueue_row(state, g, now_s, int_row, float_row, kv_tokens):
     ints[L.SI_CACHE_REFS] = 0
     ints[L.SI_PHASE] = L.PHASE_WAITING
     state.slot_float[g, slot, L.SF_ENQUEUED_S] = now_s
-    _insert_waiting(state, g, slot)
+    insert_waiting(state, g, slot)
     return slot
 
 
@@ -162,7 +162,7 @@ def preempt(state, g, slot, now_s):
     ints[L.SI_REDOING] = 1
     state.slot_float[g, slot, L.SF_MARK_S] = now_s
     state.group_int[g, L.GI_PREEMPTIONS] += 1
-    _insert_waiting(state, g, slot)
+    insert_waiting(state, g, slot)
 
 
 @njit(cache=True)

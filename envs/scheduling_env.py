@@ -1,0 +1,191 @@
+"""The Gymnasium environment: run a simulated cluster to its next decision, ask, carry out, pay.
+
+| observation | shape | meaning | bounds |
+|---|---|---|---|
+| candidates | (max_candidates, features) | one row per candidate, `envs.decision.observation.FEATURES`; rows beyond are 0 | [-10, 10] |
+| context | (context features,) | `envs.decision.observation.CONTEXT` | [-10, 10] |
+| mask | (max_candidates,) | 1 where the candidate may be chosen; never all 0 | {0, 1} |
+
+Action: index of a candidate. Reward: the objective of evaluation (`envs.decision.objective`) for every request that ended
+since the last decision, each discounted from its own time by `discount_per_s`, plus potential-based shaping
+discount^dt Phi(s') - Phi(s) with Phi the predictor's soft utility of everybody inside. info["elapsed_s"] is dt.
+Ending: terminated when every request of the world has ended and the drain is over; truncated when `max_decisions`
+cuts the episode (the last observation's value must be carried on, K04).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from envs.cluster.cluster_process import ClusterProcess
+from envs.cluster.world import WorldSpec
+from envs.decision.actions import Decision, DecisionPoint, Scheduler
+from envs.decision.objective import summary, value_of
+from envs.decision.observation import BOUND, CONTEXT, FEATURES, encode
+from envs.domain.requests import OutcomeKind, RequestOutcome
+
+WorldSource = Callable[[np.random.Generator], WorldSpec]
+CompanionSource = Callable[[np.random.Generator], dict[Decision, Scheduler]]
+ALL_DECISIONS: tuple[Decision, ...] = ("route", "split", "rebalance")
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSettings:
+    """asked: decisions put to the agent; the others go to the companions, or are not raised where there is none.
+    lateness_price: weighted goodput per limit of lateness in the reward. shaping: weight of the potential (0 = off)."""
+
+    asked: tuple[Decision, ...] = ("route",)
+    max_candidates: int = 40
+    max_decisions: int = 1_000_000
+    discount_per_s: float = 0.9
+    lateness_price: float = 0.05
+    shaping: float = 1.0
+
+
+class SchedulingEnv(gymnasium.Env[dict[str, np.ndarray], int]):
+    """One world per episode. `worlds` draws a world from a Generator; `reset(options={"world": spec})` sets it outright."""
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
+
+    def __init__(self, worlds: WorldSource, companions: CompanionSource | None = None, settings: EnvSettings | None = None) -> None:
+        self.settings = settings or EnvSettings()
+        self._worlds = worlds
+        self._companions_from = companions
+        rows = self.settings.max_candidates
+        self.observation_space = spaces.Dict(
+            {
+                "candidates": spaces.Box(-BOUND, BOUND, (rows, len(FEATURES)), np.float32),
+                "context": spaces.Box(-BOUND, BOUND, (len(CONTEXT),), np.float32),
+                "mask": spaces.Box(0.0, 1.0, (rows,), np.float32),
+            }
+        )
+        self.action_space = spaces.Discrete(rows)
+        self.cluster: ClusterProcess | None = None
+        self.point: DecisionPoint | None = None
+        self._mask = np.zeros(rows, np.bool_)
+        self._last_observation: dict[str, np.ndarray] = {}
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Start a new world; a world that ends before its first decision yields an all-keep observation."""
+        super().reset(seed=seed)
+        world_rng, companion_rng = self.np_random.spawn(2)
+        world = options["world"] if options and "world" in options else self._worlds(world_rng)
+        self._companions = self._companions_from(companion_rng) if self._companions_from else {}
+        raised = tuple(d for d in ALL_DECISIONS if d in self.settings.asked or d in self._companions)
+        self.cluster = ClusterProcess(world, decisions=raised)
+        self._decisions = 0
+        self._reward = 0.0
+        self.point = self._next_point()
+        self._from_s = self.cluster.env.now
+        self._potential = self.point.potential if self.point and self.settings.shaping else 0.0
+        return self._observe(), {"elapsed_s": 0.0, "world": world.name}
+
+    def action_masks(self) -> np.ndarray:
+        """Allowed candidates, bool (max_candidates,); never all false."""
+        return self._mask.copy()
+
+    def step(self, action: int) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
+        """Choose candidate `action`; an index that the mask forbids is refused and counted in info["illegal_actions"]."""
+        assert self.cluster is not None, "call reset() first"
+        if self.point is None:
+            return self._observe(), 0.0, True, False, self._final_info(0.0)
+        from_s, before = self._from_s, self._potential
+        self.cluster.apply(self.point, int(action))
+        self._decisions += 1
+        truncated = self._decisions >= self.settings.max_decisions
+        self.point = self._next_point()
+        now_s = self.cluster.env.now
+        elapsed_s = now_s - from_s
+        reward = self._pay(from_s)
+        if self.settings.shaping:
+            after = self.point.potential if self.point else 0.0
+            reward += self.settings.shaping * (self.settings.discount_per_s**elapsed_s * after - before)
+            self._potential = after
+        self._from_s = now_s
+        terminated = self.point is None
+        truncated = truncated and not terminated
+        if terminated or truncated:
+            return self._observe(), reward, terminated, truncated, self._final_info(elapsed_s)
+        return self._observe(), reward, False, False, {"elapsed_s": elapsed_s}
+
+    def _next_point(self) -> DecisionPoint | None:
+        """Run to the next decision that is the agent's; companions answer theirs."""
+        assert self.cluster is not None
+        while True:
+            point = self.cluster.next_decision()
+            if point is None or point.decision in self.settings.asked:
+                return point
+            self.cluster.apply(point, self._companions[point.decision].choose(point))
+
+    def _pay(self, from_s: float) -> float:
+        """Reward of what ended since the last decision, discounted from its own time."""
+        assert self.cluster is not None
+        total = 0.0
+        settings, options = self.settings, self.cluster.options
+        for request_id in self.cluster.ended_requests:
+            outcome = self.cluster.outcomes.outcome(request_id)
+            worth = value_of(outcome, options.drain_s, options.limit_multiplier, settings.lateness_price)
+            total += settings.discount_per_s ** max(0.0, outcome.finish_s - from_s) * worth
+        self.cluster.ended_requests.clear()
+        if self.point is None:
+            total += settings.discount_per_s ** (self.cluster.env.now - from_s) * self._pay_unfinished()
+        return total
+
+    def _pay_unfinished(self) -> float:
+        """Whatever is still inside when the world ends counts as unserved."""
+        assert self.cluster is not None
+        outcomes, options = self.cluster.outcomes, self.cluster.options
+        unfinished = np.flatnonzero(outcomes.kind == OutcomeKind.UNFINISHED)
+        price = self.settings.lateness_price
+        return sum(value_of(outcomes.outcome(int(i)), options.drain_s, options.limit_multiplier, price) for i in unfinished)
+
+    def _observe(self) -> dict[str, np.ndarray]:
+        rows = self.settings.max_candidates
+        self._mask[:] = False
+        if self.point is None:
+            self._mask[0] = True
+            candidates = np.zeros((rows, len(FEATURES)), np.float32)
+            context = np.zeros(len(CONTEXT), np.float32)
+        else:
+            candidates, context = encode(self.point, rows)
+            self._mask[: len(self.point.mask)] = self.point.mask
+        return {"candidates": candidates, "context": context, "mask": self._mask.astype(np.float32)}
+
+    def _final_info(self, elapsed_s: float) -> dict[str, Any]:
+        assert self.cluster is not None
+        return {"elapsed_s": elapsed_s, "summary": world_summary(self.cluster)}
+
+    def outcomes(self) -> list[RequestOutcome]:
+        """Outcomes of the present world so far."""
+        assert self.cluster is not None
+        return self.cluster.outcomes.to_outcomes()
+
+
+def world_summary(cluster: ClusterProcess) -> dict[str, Any]:
+    """`objective.summary` of a world plus its moves, illegal actions and preemptions."""
+    options = cluster.options
+    found = dict(
+        summary(cluster.outcomes.to_outcomes(), max(cluster.span_s, 1e-9), options.drain_s, multiplier=options.limit_multiplier)
+    )
+    found["moves"] = dict(cluster.moves.counts)
+    found["pause_s"] = cluster.moves.pause_s
+    found["illegal_actions"] = cluster.illegal_actions
+    found["preemptions"] = int(cluster.outcomes.preemptions.sum())
+    return found
+
+
+def register() -> None:
+    """Register the ids `Ballast/Route-v0`, `Split-v0`, `Rebalance-v0` and `Joint-v0` with Gymnasium; idempotent."""
+    for name, asked in (("Route", ("route",)), ("Split", ("split",)), ("Rebalance", ("rebalance",)), ("Joint", ALL_DECISIONS)):
+        env_id = f"Ballast/{name}-v0"
+        if env_id not in gymnasium.registry:
+            gymnasium.register(env_id, "envs.default_worlds:make_env", kwargs={"asked": asked}, disable_env_checker=True)
+
+
+register()
