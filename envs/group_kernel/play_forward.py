@@ -106,7 +106,7 @@ def _load_resident(scratch, now_s, ints, floats, remaining, tpot_limit_s):
 
 
 @njit(cache=True)
-def _total(scratch, limits, horizon_s):
+def total_score(scratch, limits, horizon_s):
     """Score of everybody that ended, plus the lateness of those that did not."""
     total = 0.0
     for i in range(scratch.record_count[0]):
@@ -180,7 +180,7 @@ def what_if_gain(
                 )
                 scratch.slot_int[0, slot, L.SI_DONE] = min(hits, prompt - 1)
             advance_group(scratch, 0, now_s + horizon_s)
-            total = _total(scratch, limits, now_s + horizon_s)
+            total = total_score(scratch, limits, now_s + horizon_s)
             gain += total if joins == 1 else -total
     return gain / samples
 

@@ -1,0 +1,59 @@
+"""Draws worlds: a slice of a trace window at a rate scale, on a cluster, with random faults. Windows of training,
+validation and test never overlap in time, so no world of one shares a request with a world of another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from envs.cluster.faults import FaultRates
+from envs.cluster.world import WorldOptions, WorldSpec
+from envs.scenario.cluster_spec import ClusterSpec
+from envs.traces.trace_table import TraceTable
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSampler:
+    """Callable: Generator -> WorldSpec.
+
+    window_s: (start, end) in the trace's own time; requests: length of a world; rate_scales: log-uniform range of
+    time compression (2 = arrivals twice as fast); fault_factors: range of the multiplier on `fault_rates`.
+    """
+
+    trace: TraceTable
+    window_s: tuple[float, float]
+    clusters: tuple[ClusterSpec, ...]
+    requests: int
+    rate_scales: tuple[float, float]
+    options: WorldOptions = field(default_factory=WorldOptions)
+    fault_rates: FaultRates | None = field(default_factory=FaultRates)
+    fault_factors: tuple[float, float] = (0.0, 2.0)
+    name: str = "world"
+
+    def __call__(self, rng: np.random.Generator) -> WorldSpec:
+        """One world; what is drawn comes from child streams, so that adding a fault never moves an arrival."""
+        slice_rng, rate_rng, cluster_rng, fault_rng, seed_rng = rng.spawn(5)
+        first, last = np.searchsorted(self.trace.arrival_s, self.window_s)
+        if last - first < 2:
+            raise ValueError(f"trace window {self.window_s} s holds {last - first} requests; choose a longer window")
+        count = min(self.requests, int(last - first))
+        begin = int(first) + int(slice_rng.integers(0, int(last - first) - count + 1))
+        table = self.trace.rows(begin, begin + count)
+        scale = float(np.exp(rate_rng.uniform(*np.log(self.rate_scales))))
+        table = table.compress(scale)
+        rates = None
+        if self.fault_rates is not None:
+            rates = self.fault_rates.scaled(float(fault_rng.uniform(*self.fault_factors)))
+        seed = int(seed_rng.integers(2**62))
+        cluster = self.clusters[int(cluster_rng.integers(len(self.clusters)))]
+        return WorldSpec(cluster, table, seed, self.options, fault_rates=rates, name=f"{self.name}@{begin}x{scale:.2f}")
+
+    def fixed(self, count: int, seed: int) -> tuple[WorldSpec, ...]:
+        """`count` worlds that are the same for everybody who asks with `seed` (paired evaluation)."""
+        streams = np.random.SeedSequence(seed).spawn(count)
+        return tuple(self(np.random.default_rng(stream)) for stream in streams)
+
+    def at_rate(self, scale: float) -> WorldSampler:
+        """The same sampler with one rate scale."""
+        return replace(self, rate_scales=(scale, scale))
