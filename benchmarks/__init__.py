@@ -1,0 +1,1 @@
+"""Timed claims. Each module runs as `python -m benchmarks.NAME` and ends with one line of JSON."""
