@@ -1,0 +1,327 @@
+"""The main job, stage by stage: load, baselines on validation, tuning, PPO for each decision, bundles, test, report.
+
+The best heuristic of each kind is chosen on validation worlds and never on test worlds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from agents import heuristics
+from agents.cross_entropy import tune_linear_score
+from agents.evaluation import Contestant, WorldRunner, load_one
+from agents.experiment_config import ExperimentConfig
+from agents.export import export_bundle
+from agents.policy_bundle import BundleSchema
+from agents.ppo_training import PpoSettings, RolloutProgress, TrainedPolicy, train_ppo
+from agents.provenance import provenance
+from agents.report import EvaluationResults, write_report
+from agents.tensorboard_metrics import write_hyperparameters
+from envs.cluster.world import WorldSpec
+from envs.decision.actions import Decision, Scheduler
+from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
+from envs.decision.objective import smallest_limit_multiplier
+from envs.scenario.cluster_file import load_cluster
+from envs.scheduling_env import ALL_DECISIONS, EnvSettings, SchedulingEnv
+from envs.traces.synthetic_twin import default_trace
+from envs.traces.trace_table import TraceTable
+from envs.unloaded import unloaded_times
+from envs.world_sampler import WorldSampler
+
+AGENTS: tuple[str, ...] = ("route", "split", "rebalance")
+DEFAULT_PPO: dict[str, dict[str, Any]] = {
+    "route": {"total_decisions": 120_000, "n_steps": 1024, "minibatch_size": 256, "gamma_per_s": 0.8, "lambda_per_s": 0.5},
+    "split": {"total_decisions": 6_000, "n_steps": 128, "minibatch_size": 64, "gamma_per_s": 0.98, "lambda_per_s": 0.95, "scaling_decisions": 256},
+    "rebalance": {"total_decisions": 8_000, "n_steps": 128, "minibatch_size": 64, "gamma_per_s": 0.98, "lambda_per_s": 0.95, "scaling_decisions": 256},
+    "joint": {"total_decisions": 120_000, "n_steps": 1024, "minibatch_size": 256, "gamma_per_s": 0.9, "lambda_per_s": 0.7},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """Picklable maker of the heuristics that answer what the agent is not asked. `names`: decision -> text of a Contestant."""
+
+    names: tuple[tuple[Decision, str], ...]
+
+    def __call__(self, rng: np.random.Generator) -> dict[Decision, Scheduler]:
+        from agents.heuristics.predicting import LinearScore
+
+        made: dict[Decision, Scheduler] = {}
+        for decision, text in self.names:
+            if text.startswith("linear:"):
+                made[decision] = LinearScore(np.array([float(value) for value in text[7:].split(",")]))
+            else:
+                made[decision] = heuristics.make(decision, text, rng)
+        return made
+
+
+def make_training_env(worlds: WorldSampler, companions: Companions, settings: EnvSettings) -> SchedulingEnv:
+    """Top-level so that worker processes can build it."""
+    return SchedulingEnv(worlds, companions, settings)
+
+
+@dataclass(slots=True)
+class Best:
+    """Best heuristic of each kind on validation, as contestant texts."""
+
+    route: str = "least_completion"
+    split: str = "planner"
+    rebalance: str = "threshold"
+    scores: dict[str, float] = field(default_factory=dict)
+
+    def without(self, asked: Sequence[str]) -> tuple[tuple[Decision, str], ...]:
+        return tuple((decision, getattr(self, decision)) for decision in ALL_DECISIONS if decision not in asked)
+
+
+class Experiment:
+    """One run of an experiment file in `run_dir`; call the stages in order or `run()` for all."""
+
+    def __init__(self, config: ExperimentConfig, run_dir: Path, console: Console, processes: int = 2) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.console = console
+        self.runner = WorldRunner(processes)
+        self.trace = self._load_trace()
+        self.best = Best()
+        self.history: dict[str, list[dict[str, float]]] = {}
+        seeds = np.random.SeedSequence(config.seed).generate_state(4)
+        self._validation_seed, self._test_seed, self._tune_seed, self._ppo_seed = (int(seed) for seed in seeds)
+        self.sampler = self._sampler()
+        self.load_one = 1.0
+        self.linear = ""
+        self.validation: tuple[WorldSpec, ...] = ()
+        self.test: tuple[WorldSpec, ...] = ()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    # -- stages
+
+    def run(self, agents: Sequence[str] = AGENTS, resume: bool = False) -> EvaluationResults:
+        """All stages; returns the results that the report shows."""
+        begin = time.monotonic()
+        self.find_load()
+        self.choose_heuristics()
+        bundles = {agent: self.train(agent, resume) for agent in agents}
+        results = self.evaluate(bundles)
+        write_report(results, self.run_dir / "report.html")
+        (self.run_dir / "results.json").write_text(json.dumps(results.to_json(), indent=1, allow_nan=False), encoding="utf-8")
+        self.say(f"finished in {(time.monotonic() - begin) / 60:.1f} min")
+        return results
+
+    def find_load(self) -> None:
+        """Load 1.0 by bisection on validation worlds, then the validation and test worlds at the configured loads."""
+        choice = self.config.worlds
+        sampler = self._window(self.config.trace.validation_s, "validation")
+        reference = Contestant("reference", "least_completion")
+
+        def worlds_at(scale: float) -> Sequence[WorldSpec]:
+            return sampler.at_rate(scale).fixed(4, self._validation_seed)
+
+        self.load_one = load_one(self.runner, worlds_at, reference, 1.0, 4.0)
+        self.say(f"load 1.0 = trace x {self.load_one:.2f} (least_completion keeps 95 % goodput on validation worlds)")
+        scales = tuple(load * self.load_one for load in choice.test_load)
+        self.validation = replace(sampler, rate_scales=scales).fixed(self.config.compare.validation_worlds, self._validation_seed)
+        test = self._window(self.config.trace.test_s, "test")
+        self.test = replace(test, rate_scales=scales).fixed(self.config.compare.test_worlds, self._test_seed)
+
+    def choose_heuristics(self) -> None:
+        """Tune the linear score on training worlds; pick the best router, splitter and rebalancer on validation."""
+        compare = self.config.compare
+        self.linear = self._tune_linear()
+        routers = {name: name for name in compare.routers} | {"linear_cem": self.linear}
+        contestants = [Contestant(name, text, "keep", "never") for name, text in routers.items()]
+        scores = self._mean_goodput(self.validation, contestants, "routers on validation")
+        self.best.scores = {name: round(score, 4) for name, score in scores.items()}
+        deciding = {name: score for name, score in scores.items() if name != "what_if"}  # it costs milliseconds a decision
+        self.best.route = routers[max(deciding, key=deciding.__getitem__)]
+        splitters = [Contestant(name, self.best.route, name, "never") for name in compare.splitters]
+        split_scores = self._mean_goodput(self.validation, splitters, "splits on validation")
+        self.best.split = max(split_scores, key=split_scores.__getitem__)
+        rebalancers = [Contestant(name, self.best.route, self.best.split, name) for name in compare.rebalancers]
+        rebalance_scores = self._mean_goodput(self.validation, rebalancers, "rebalancing on validation")
+        self.best.rebalance = max(rebalance_scores, key=rebalance_scores.__getitem__)
+        self.best.scores |= {f"split {k}": round(v, 4) for k, v in split_scores.items()}
+        self.best.scores |= {f"rebalance {k}": round(v, 4) for k, v in rebalance_scores.items()}
+        best_route = "linear_cem" if self.best.route.startswith("linear") else self.best.route
+        self.say(f"best on validation: route {best_route}, split {self.best.split}, rebalance {self.best.rebalance}")
+
+    def train(self, agent: str, resume: bool = False) -> Path:
+        """Train one agent, export its bundle; returns the bundle's directory."""
+        config = self.config
+        asked: tuple[Decision, ...] = ALL_DECISIONS if agent == "joint" else (agent,)  # type: ignore[assignment]
+        overrides = DEFAULT_PPO[agent] | config.ppo.get(agent, {})
+        settings = PpoSettings(**({"seed": self._ppo_seed} | overrides))
+        env_settings = EnvSettings(
+            asked=asked, max_candidates=config.max_candidates, discount_per_s=settings.gamma_per_s,
+            lateness_price=config.lateness_price, shaping=config.shaping,
+        )  # fmt: skip
+        scales = tuple(load * self.load_one for load in config.worlds.train_load)
+        worlds = replace(self._window(config.trace.train_s, "train"), rate_scales=scales)
+        companions = Companions(self.best.without(asked))
+        factories = [partial(make_training_env, worlds, companions, env_settings)] * config.training_environments
+        run_dir = self.run_dir / agent
+        with self._bar() as bar:
+            task = bar.add_task(f"PPO {agent}", total=settings.total_decisions)
+
+            def progress(step: RolloutProgress) -> None:
+                bar.update(task, completed=step.decisions, total=step.total_decisions)
+
+            trained = train_ppo(
+                factories, settings, run_dir, evaluate=partial(self._validate, companions, env_settings), progress=progress,
+                resume=resume,
+            )  # fmt: skip
+        write_hyperparameters(run_dir, self.config.model_dump())
+        self.history[agent] = [dict(row) for row in trained.history]
+        return self._export(agent, trained)
+
+    def evaluate(self, bundles: dict[str, Path]) -> EvaluationResults:
+        """Every contestant on every test world, paired."""
+        contestants = self._contestants(bundles)
+        pairs = [(world, contestant) for world in self.test for contestant in contestants]
+        with self._bar() as bar:
+            task = bar.add_task("test worlds", total=len(pairs))
+            found = self.runner.map(pairs, progress=lambda: bar.advance(task))
+        policies: dict[str, list[dict[str, Any]]] = {contestant.name: [] for contestant in contestants}
+        for (_, contestant), summary in zip(pairs, found, strict=True):
+            policies[contestant.name].append(summary)
+        best_route = "linear_cem" if self.best.route.startswith("linear") else self.best.route
+        return EvaluationResults(
+            trace=self.trace.source,
+            synthetic=self.trace.synthetic,
+            policies=policies,
+            best_heuristic=best_route,
+            unreachable=("clairvoyant",) if self.config.compare.clairvoyant else (),
+            learned=tuple(name for name in policies if name.startswith("ppo")),
+            history=self.history,
+            notes=self._notes(),
+            provenance=provenance(self.config.model_dump(), self.config.seed),
+            bootstrap=self.config.compare.bootstrap,
+        )
+
+    # -- parts
+
+    def _load_trace(self) -> TraceTable:
+        choice = self.config.trace
+        table = default_trace(choice.name)
+        label = "SYNTHETIC twin" if table.synthetic else "real trace"
+        self.say(f"traffic: {choice.name} ({label}): {len(table.arrival_s):,} requests over {table.arrival_s[-1]:,.0f} s")
+        return table
+
+    def _sampler(self) -> WorldSampler:
+        config = self.config
+        clusters = tuple(load_cluster(name) for name in config.worlds.clusters)
+        options = config.world_options()
+        multiplier = config.worlds.limit_multiplier
+        if multiplier is None:
+            multiplier = float(smallest_limit_multiplier(*unloaded_times(clusters[0], options, self.trace)))
+        if multiplier != 1:
+            self.say(f"limits x {multiplier:g}: the median group cannot meet the frozen limits unloaded")
+        options = replace(options, limit_multiplier=multiplier)
+        return WorldSampler(
+            self.trace, config.trace.train_s, clusters, config.worlds.requests, (1.0, 1.0), options,
+            fault_factors=config.worlds.fault_factor,
+        )  # fmt: skip
+
+    def _window(self, window_s: tuple[float, float], name: str) -> WorldSampler:
+        return replace(self.sampler, window_s=window_s, name=name)
+
+    def _tune_linear(self) -> str:
+        tune = self.config.tune
+        scales = tuple(load * self.load_one for load in self.config.worlds.test_load)
+        sampler = replace(self._window(self.config.trace.train_s, "train"), rate_scales=scales)
+
+        def worlds_of(rng: np.random.Generator) -> Sequence[WorldSpec]:
+            return sampler.fixed(tune.worlds, int(rng.integers(2**32)))
+
+        def score(weights: np.ndarray, worlds: Sequence[WorldSpec]) -> float:
+            return self.runner.goodput(worlds, Contestant("linear", _linear(weights), "keep", "never"))
+
+        rng = np.random.default_rng(self._tune_seed)
+        weights = tune_linear_score(worlds_of, score, rng, tune.rounds, tune.candidates, progress=self.say)
+        return _linear(weights)
+
+    def _mean_goodput(self, worlds: Sequence[WorldSpec], contestants: Sequence[Contestant], label: str) -> dict[str, float]:
+        pairs = [(world, contestant) for contestant in contestants for world in worlds]
+        with self._bar() as bar:
+            task = bar.add_task(label, total=len(pairs))
+            found = self.runner.map(pairs, progress=lambda: bar.advance(task))
+        shares = np.array([row["goodput"] or 0.0 for row in found]).reshape(len(contestants), len(worlds))
+        return {contestant.name: float(row.mean()) for contestant, row in zip(contestants, shares, strict=True)}
+
+    def _validate(self, companions: Companions, settings: EnvSettings, policy: Callable[[dict[str, np.ndarray]], int]) -> float:
+        """Mean goodput of a greedy policy on the validation worlds."""
+        env = SchedulingEnv(self.sampler, companions, settings)
+        shares = []
+        for index, world in enumerate(self.validation):
+            observation, _ = env.reset(seed=index, options={"world": world})
+            done = False
+            info: dict[str, Any] = {}
+            while not done:
+                observation, _, terminated, truncated, info = env.step(policy(observation))
+                done = terminated or truncated
+            shares.append(info["summary"]["goodput"] or 0.0)
+        return float(np.mean(shares))
+
+    def _export(self, agent: str, trained: TrainedPolicy) -> Path:
+        schema = BundleSchema(agent, FEATURES, CONTEXT, OBSERVATION_VERSION, self.config.max_candidates)
+        directory = self.run_dir / "bundle" / agent
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        report = export_bundle(
+            trained.policy, directory, schema,
+            evaluation={"validation_goodput": trained.best_score, "heuristics_on_validation": self.best.scores},
+            provenance=provenance(self.config.model_dump(), self.config.seed) | {"trace": self.trace.source, "synthetic": self.trace.synthetic},
+        )  # fmt: skip
+        self.say(
+            f"PPO {agent}: validation goodput {trained.best_score:.4f}; bundle {directory} "
+            f"({report.observations} observations, {report.decisions_different} different decisions)"
+        )
+        return directory
+
+    def _contestants(self, bundles: dict[str, Path]) -> list[Contestant]:
+        compare, best = self.config.compare, self.best
+        rows = [Contestant(name, name, "keep", "never") for name in compare.routers]
+        rows.append(Contestant("linear_cem", self.linear, "keep", "never"))
+        rows += [Contestant(f"split:{name}", best.route, name, "never") for name in compare.splitters]
+        rows += [Contestant(f"rebalance:{name}", best.route, best.split, name) for name in compare.rebalancers]
+        if compare.clairvoyant:
+            rows.append(Contestant("clairvoyant", "clairvoyant", "keep", "never"))
+        texts = {agent: f"bundle:{path}" for agent, path in bundles.items()}
+        if "route" in texts:
+            rows.append(Contestant("ppo_route", texts["route"], "keep", "never"))
+        if "split" in texts:
+            rows.append(Contestant("ppo_split", best.route, texts["split"], "never"))
+        if "rebalance" in texts:
+            rows.append(Contestant("ppo_rebalance", best.route, best.split, texts["rebalance"]))
+        if {"route", "split", "rebalance"} <= set(texts):
+            rows.append(Contestant("ppo_together", texts["route"], texts["split"], texts["rebalance"]))
+        if "joint" in texts:
+            rows.append(Contestant("ppo_joint", texts["joint"], texts["joint"], texts["joint"]))
+        return rows
+
+    def _notes(self) -> list[str]:
+        choice = self.config.trace
+        windows = f"windows: train {choice.train_s}, validation {choice.validation_s}, test {choice.test_s} s of the trace"
+        simulated = "all figures are simulated; latencies come from the calibrated model, not from hardware"
+        load = f"load 1.0 = trace x {self.load_one:.2f}; test worlds at {self.config.worlds.test_load} of it"
+        multiplier = f"limits x {self.sampler.options.limit_multiplier:g}"
+        return [windows, load, multiplier, simulated]
+
+    def _bar(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self.console
+        )
+
+
+def _linear(weights: np.ndarray) -> str:
+    return "linear:" + ",".join(f"{value:.6g}" for value in weights)

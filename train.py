@@ -1,0 +1,75 @@
+"""Command line of the main job: experiment file -> trained policies, exported bundles, honest comparison."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from datetime import datetime
+from pathlib import Path
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train schedulers on a trace, compare them with every baseline on unseen worlds, export policy bundles.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--experiment", default="default", help="name in agents/experiments, or a YAML file")
+    parser.add_argument("--agent", default="all", choices=("all", "route", "split", "rebalance", "joint"), help="which policy to train; all trains route, split and rebalance in turn")
+    parser.add_argument("--run-dir", type=Path, default=None, help="new directory for results (default: runs/NAME-DATE-TIME)")
+    parser.add_argument("--seed", type=int, default=None, help="root seed; replaces the experiment's")
+    parser.add_argument("--decisions", type=int, default=None, help="training decisions of each agent; replaces the experiment's")
+    parser.add_argument("--processes", type=int, default=2, help="worker processes for evaluation")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --run-dir")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 finished, 1 failed run, 2 bad input."""
+    options = parse(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    from rich.console import Console
+
+    from agents.experiment import AGENTS, Experiment
+    from agents.experiment_config import load_experiment
+    from agents.report import print_table
+
+    console = Console()
+    try:
+        config = load_experiment(options.experiment)
+        if options.seed is not None:
+            config = config.model_copy(update={"seed": options.seed})
+        agents = AGENTS if options.agent == "all" else (options.agent,)
+        if options.decisions is not None:
+            ppo = {agent: config.ppo.get(agent, {}) | {"total_decisions": options.decisions} for agent in agents}
+            config = config.model_copy(update={"ppo": config.ppo | ppo})
+        run_dir = options.run_dir or Path("runs") / f"{config.name}-{datetime.now():%Y%m%d-%H%M%S}"
+        if options.resume and not run_dir.is_dir():
+            raise ValueError(f"--resume: {run_dir} is not a directory; name the interrupted run with --run-dir")
+        if not options.resume and run_dir.exists() and any(run_dir.iterdir()):
+            raise ValueError(f"--run-dir {run_dir} is not empty; name a new directory or pass --resume")
+        experiment = Experiment(config, run_dir, console, options.processes)
+    except ValueError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        results = experiment.run(agents, resume=options.resume)
+    except KeyboardInterrupt:
+        print(f"train.py: interrupted; go on with --resume --run-dir {run_dir}", file=sys.stderr)
+        return 1
+    finally:
+        experiment.runner.close()
+    print_table(results, console)
+    console.print(f"report   {run_dir / 'report.html'}\nbundles  {run_dir / 'bundle'}")
+    console.print(
+        "next:\n"
+        f"  tensorboard --logdir {run_dir}\n"
+        f"  python -m agents.inspect_bundle {run_dir / 'bundle' / agents[0]}\n"
+        f"  python train.py --experiment {options.experiment} --seed {config.seed + 1}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
