@@ -254,18 +254,25 @@ def joint_limits(
     if other == 0:
         return best, widths
     floor_s = overlapped_s(other_values[0], comm_s, hidden_fraction)
-    for index in range(values.shape[0]):
+    first, beyond = 0, values.shape[0]
+    other_caps = _caps_within(other_table, other_values[other - 1], caps)
+    while first < beyond:  # below `first` nothing fits, however slow the other stage may be
+        limit[0] = values[(first + beyond) // 2]
+        most = _joint_cover(table, per_run, limit, other_caps, free_bytes, unit_bytes, run_bytes, other_bytes, back)
+        if most[units] >= other_units:
+            beyond = (first + beyond) // 2
+        else:
+            first = (first + beyond) // 2 + 1
+    for index in range(first, values.shape[0]):
         limit[0] = values[index]
-        if overlapped_s(limit[0], comm_s, hidden_fraction) + floor_s > best_s:
+        if other == 0 or overlapped_s(limit[0], comm_s, hidden_fraction) + floor_s > best_s:
             break
         low, high = 0, other
         while low < high:
             # The top is tried first: most limits of this stage let the other sink no further than it has.
             trial = other - 1 if high == other else (low + high) // 2
             other_caps = _caps_within(other_table, other_values[trial], caps)
-            most = _joint_cover(
-                table, per_run, limit, other_caps, free_bytes, unit_bytes, run_bytes, other_bytes, back
-            )
+            most = _joint_cover(table, per_run, limit, other_caps, free_bytes, unit_bytes, run_bytes, other_bytes, back)
             if most[units] >= other_units:
                 high = trial
             elif high == other:
@@ -275,13 +282,15 @@ def joint_limits(
         if high == other:
             continue
         other = high
-        cost_s = overlapped_s(limit[0], comm_s, hidden_fraction) + overlapped_s(other_values[high], comm_s, hidden_fraction)
+        this_s, other_s = values[index], other_values[high]
+        cost_s = overlapped_s(this_s, comm_s, hidden_fraction) + overlapped_s(other_s, comm_s, hidden_fraction)
         if cost_s < best_s:
             best_s = cost_s
-            best[0], best[1] = limit[0], other_values[high]
+            best[0], best[1] = this_s, other_s
     if np.isfinite(best_s):
         limit[0] = best[0]
-        other_caps = _caps_within(other_table, best[1], caps)
+        other_limit_s: float = best[1]
+        other_caps = _caps_within(other_table, other_limit_s, caps)
         _joint_cover(table, per_run, limit, other_caps, free_bytes, unit_bytes, run_bytes, other_bytes, back)
         end = units
         for rank in range(ranks - 1, -1, -1):
