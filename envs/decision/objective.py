@@ -217,7 +217,7 @@ def smallest_limit_multiplier(
     if ttft_s.size == 0 or ttft_s.shape != tpot_s.shape:
         raise ValueError(f"smallest_limit_multiplier: shapes {ttft_s.shape} and {tpot_s.shape}; give (groups, cases) in both")
     if not (np.isfinite(ttft_s).all() and np.isfinite(tpot_s).all() and (ttft_s >= 0).all() and (tpot_s >= 0).all()):
-        raise ValueError("smallest_limit_multiplier: an unloaded time is negative or not finite; leave out what a group cannot serve")
+        raise ValueError("smallest_limit_multiplier: a time is negative or not finite; leave out what a group cannot serve")
     ttft_limit_s, tpot_limit_s, _ = limits(class_index, prompt_tokens)
     needed = np.maximum(ttft_s / ttft_limit_s, tpot_s / tpot_limit_s).max(axis=1)
     median = float(np.sort(needed)[(needed.size - 1) // 2])
@@ -225,7 +225,7 @@ def smallest_limit_multiplier(
 
 
 def percentiles(measured_s: FloatArray, failures: int, worst_s: float) -> dict[str, float | None]:
-    """p50, p95, p99 with `failures` further values at `worst_s` (or the worst measured, if that is worse); None when empty (K13)."""
+    """p50, p95, p99 with `failures` further values at `worst_s` (or the worst measured, if worse); None when empty (K13)."""
     if measured_s.size + failures == 0:
         return {f"p{q}": None for q in PERCENTILES}
     worst = max(worst_s, float(measured_s.max(initial=0.0)))
