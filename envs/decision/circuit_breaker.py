@@ -18,7 +18,13 @@ from math import inf, isfinite
 
 import numpy as np
 
+from envs.decision.call_outcomes import CallWindow, Outcome, classify, is_backpressure
 from envs.domain.snapshot import BoolArray, FloatArray, IntArray
+
+__all__ = [
+    "Admission", "BreakerPanel", "BreakerSettings", "CircuitBreaker", "ClassBreaker", "Outcome", "ProbeLease", "State",
+    "classify", "is_backpressure",
+]  # fmt: skip
 
 Clock = Callable[[], float]
 
@@ -30,30 +36,6 @@ class State(IntEnum):
     FORCED_OPEN = 3  # the process is gone; only `revive` ends this
 
 
-class Outcome(IntEnum):
-    OK = 0
-    FAULT = 1
-    NEUTRAL = 2
-
-
-def is_backpressure(status: int, has_retry_after: bool) -> bool:
-    """Whether an HTTP answer says "busy" rather than "broken": 429, or 503 with Retry-After."""
-    return status == 429 or (status == 503 and has_retry_after)
-
-
-def classify(status: int | None, has_retry_after: bool = False, is_cancelled: bool = False) -> Outcome:
-    """Outcome of an attempt by its final HTTP status; None where no answer or no proper end of the stream came.
-
-    4xx are the caller's (K24), except 408, with which a server says that it timed out; back-pressure is NEUTRAL here:
-    report it by `record_backpressure`, which counts its repetitions.
-    """
-    if is_cancelled or (status is not None and is_backpressure(status, has_retry_after)):
-        return Outcome.NEUTRAL
-    if status is None or status == 408 or status >= 500:
-        return Outcome.FAULT
-    return Outcome.NEUTRAL if status >= 400 else Outcome.OK
-
-
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
     """When a breaker opens, for how long, and what closes it.
@@ -61,7 +43,8 @@ class BreakerSettings:
     failures_to_open: consecutive faults; 0 switches this rule off. failure_fraction, slow_fraction: share of the last
     `window_s`, judged from `calls_min` outcomes on; a slow call took over `slow_multiple` x what was expected.
     open_for_s grows by `open_growth` each time the breaker opens again within `forget_after_s` of closing, to `open_max_s`,
-    and is spread by +-`jitter_fraction`, so that the breakers of many routers do not probe in step.
+    and is spread by +-`jitter_fraction` (past open_max_s too), so that the breakers of many routers do not probe in step.
+    pause_min_s: shortest pause for a "busy" answer, so that the answers to requests sent together count as one.
     """
 
     failures_to_open: int = 5
@@ -80,67 +63,23 @@ class BreakerSettings:
     probes_to_close: int = 2
     lease_s: float = 10.0
     backpressure_to_fault: int = 10
+    pause_min_s: float = 0.1
     pause_max_s: float = 10.0
 
     def __post_init__(self) -> None:
         for name in ("calls_min", "buckets", "probes_max", "probes_to_close", "backpressure_to_fault"):
             if getattr(self, name) < 1:
                 raise ValueError(f"BreakerSettings: {name}={getattr(self, name)} must be at least 1")
-        for name in ("window_s", "open_for_s", "lease_s", "slow_multiple"):
-            if not 0 < getattr(self, name) < inf:
-                raise ValueError(f"BreakerSettings: {name}={getattr(self, name)} must be positive and finite")
-        for name in ("failure_fraction", "slow_fraction"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"BreakerSettings: {name}={getattr(self, name)} must be in (0, 1]; 0.5 is half of the calls")
-        if self.failures_to_open < 0 or self.open_growth < 1 or not 0 <= self.jitter_fraction < 1 or self.open_max_s < self.open_for_s:
+        for name in ("window_s", "open_for_s", "lease_s", "slow_multiple", "failure_fraction", "slow_fraction"):
+            most = 1.0 if name.endswith("_fraction") else inf
+            if not 0 < getattr(self, name) <= most or getattr(self, name) == inf:
+                raise ValueError(f"BreakerSettings: {name}={getattr(self, name)} must be finite and in (0, {most}]")
+        is_growing = self.open_growth >= 1 and self.open_max_s >= self.open_for_s
+        if self.failures_to_open < 0 or not is_growing or not 0 <= self.jitter_fraction < 1:
             raise ValueError(
                 f"BreakerSettings: need failures_to_open >= 0, open_growth >= 1, jitter_fraction in [0, 1) and open_max_s >= "
                 f"open_for_s; got {self.failures_to_open}, {self.open_growth}, {self.jitter_fraction}, {self.open_max_s}"
             )
-
-
-class CallWindow:
-    """Counts of calls, faults and slow calls over the last `buckets` buckets of time; O(1) per call whatever the traffic."""
-
-    __slots__ = ("_bucket_s", "_calls", "_faults", "_newest", "_slow", "calls", "faults", "slow")
-
-    def __init__(self, window_s: float, buckets: int) -> None:
-        self._bucket_s = window_s / buckets
-        self._calls = [0] * buckets
-        self._faults = [0] * buckets
-        self._slow = [0] * buckets
-        self._newest = -1
-        self.calls = self.faults = self.slow = 0
-
-    def clear(self) -> None:
-        size = len(self._calls)
-        self._calls, self._faults, self._slow = [0] * size, [0] * size, [0] * size
-        self.calls = self.faults = self.slow = 0
-
-    def roll_to(self, now_s: float) -> int:
-        """Forget buckets that are too old; return the slot of `now_s`."""
-        size = len(self._calls)
-        bucket = int(now_s // self._bucket_s)
-        if bucket - self._newest >= size:
-            self.clear()
-            self._newest = bucket
-        while self._newest < bucket:
-            self._newest += 1
-            slot = self._newest % size
-            self.calls -= self._calls[slot]
-            self.faults -= self._faults[slot]
-            self.slow -= self._slow[slot]
-            self._calls[slot] = self._faults[slot] = self._slow[slot] = 0
-        return bucket % size
-
-    def add(self, now_s: float, is_fault: bool, is_slow: bool) -> None:
-        slot = self.roll_to(now_s)
-        self._calls[slot] += 1
-        self._faults[slot] += is_fault
-        self._slow[slot] += is_slow
-        self.calls += 1
-        self.faults += is_fault
-        self.slow += is_slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +128,7 @@ class CircuitBreaker:
         self._raw = State.CLOSED
         self._consecutive_faults = 0
         self._backpressure_repeats = 0
-        self._growth_level = 0
+        self._next_open_s = chosen.open_for_s
         self._closed_s = -inf
         self._leases: dict[int, float] = {}  # lease number -> expiry; never more than probes_max
         self._lease_number = 0
@@ -197,6 +136,7 @@ class CircuitBreaker:
 
     @property
     def state(self) -> State:
+        """The state now: an opening whose time is over is HALF_OPEN without anybody having done anything."""
         return self._state_at(self._now_s())
 
     def _state_at(self, now_s: float) -> State:
@@ -211,16 +151,18 @@ class CircuitBreaker:
             return inf
         if self._raw is State.CLOSED or self.is_shadow:
             return self.pause_until_s
-        slot_s = min(self._leases.values()) if len(self._leases) >= self.settings.probes_max else -inf
-        return max(self.open_until_s, self.pause_until_s, slot_s)
+        return self._probe_from_s()
 
     @property
     def next_probe_s(self) -> float | None:
         """Seconds until the next probe may go, 0 when now; None while closed or forced open."""
         if self._raw is not State.OPEN:
             return None
+        return max(0.0, self._probe_from_s() - self._now_s())
+
+    def _probe_from_s(self) -> float:
         slot_s = min(self._leases.values()) if len(self._leases) >= self.settings.probes_max else -inf
-        return max(0.0, max(self.open_until_s, self.pause_until_s, slot_s) - self._now_s())
+        return max(self.open_until_s, self.pause_until_s, slot_s)
 
     def allows(self) -> bool:
         """Whether a request may go now; in HALF_OPEN only with a lease from `try_probe`."""
@@ -263,8 +205,9 @@ class CircuitBreaker:
     ) -> None:
         """Note how an attempt ended. O(1).
 
-        began_s: when it was sent, if known: what began before the breaker opened says nothing about recovery.
-        took_s, expected_s: observed and predicted seconds, for the slowness rule. lease: that of a probe.
+        began_s: when it was sent, if known: what began before the breaker opened says nothing about recovery, and neither
+        does what began at an unknown time without a lease (unless in shadow, where nobody asks for leases).
+        took_s, expected_s: observed and predicted seconds, for the slowness rule; a slow probe has failed. lease: a probe's.
         """
         is_probe = False
         if lease is not None:
@@ -274,17 +217,21 @@ class CircuitBreaker:
             return
         now_s = self._now_s()
         state = self._state_at(now_s)
+        is_slow = outcome is Outcome.OK and took_s > self.settings.slow_multiple * expected_s
         if outcome is Outcome.OK:
             self._backpressure_repeats = 0
         if state is State.CLOSED:
-            self._judge(now_s, outcome, took_s > self.settings.slow_multiple * expected_s, reason)
-        elif state is State.HALF_OPEN and is_probe and outcome is Outcome.FAULT:
-            self._open(now_s, f"probe: {reason}")
-        elif state is not State.FORCED_OPEN and (is_probe or (began_s is not None and began_s >= self.opened_s)):
-            self._count_recovery(now_s, outcome)
+            self._judge(now_s, outcome, is_slow, reason)
+        elif state is not State.FORCED_OPEN:
+            is_good = outcome is Outcome.OK and not is_slow
+            is_recent = self.is_shadow if began_s is None else began_s >= self.opened_s
+            if is_probe and not is_good:
+                self._open(now_s, "probe: slow" if is_slow else f"probe: {reason}")
+            elif is_probe or is_recent:
+                self._count_recovery(now_s, is_good)
 
     def record_backpressure(self, retry_after_s: float, lease: ProbeLease | None = None) -> Outcome:
-        """Honour a "busy": no traffic for `retry_after_s` (at most `pause_max_s`). Returns what it was counted as.
+        """Honour a "busy": no traffic for `retry_after_s` (within the pause limits). Returns what it was counted as.
 
         Answers that arrive during the pause belong to the same busy spell and are no repetition.
         """
@@ -292,7 +239,7 @@ class CircuitBreaker:
             raise ValueError(f"record_backpressure: retry_after_s={retry_after_s} must be finite and >= 0")
         now_s = self._now_s()
         is_same_spell = now_s < self.pause_until_s
-        pause_until_s = now_s + min(retry_after_s, self.settings.pause_max_s)
+        pause_until_s = now_s + min(max(retry_after_s, self.settings.pause_min_s), self.settings.pause_max_s)
         counted = Outcome.NEUTRAL
         if not is_same_spell:
             self._backpressure_repeats += 1
@@ -329,7 +276,7 @@ class CircuitBreaker:
         settings, window = self.settings, self._window
         is_fault = outcome is Outcome.FAULT
         self._consecutive_faults = self._consecutive_faults + 1 if is_fault else 0
-        window.add(now_s, is_fault, is_slow and not is_fault)
+        window.add(now_s, is_fault, is_slow)
         if settings.failures_to_open and self._consecutive_faults >= settings.failures_to_open:
             self._open(now_s, f"{self._consecutive_faults} faults running, last: {reason}")
         elif window.calls >= settings.calls_min:
@@ -338,12 +285,12 @@ class CircuitBreaker:
             elif window.slow >= settings.slow_fraction * window.calls:
                 self._open(now_s, f"{window.slow} of {window.calls} calls slow in {settings.window_s:g} s")
 
-    def _count_recovery(self, now_s: float, outcome: Outcome) -> None:
+    def _count_recovery(self, now_s: float, is_good: bool) -> None:
         """Evidence since the opening, from probes or from traffic that panic let through; a fault starts the count again.
 
         Only a probe's fault lengthens the open time: traffic let through in panic must not, or a busy fleet never recovers.
         """
-        self._probe_successes = self._probe_successes + 1 if outcome is Outcome.OK else 0
+        self._probe_successes = self._probe_successes + 1 if is_good else 0
         if self._probe_successes >= self.settings.probes_to_close:
             self._raw = State.CLOSED
             self._closed_s = now_s
@@ -353,11 +300,9 @@ class CircuitBreaker:
 
     def _open(self, now_s: float, reason: str) -> None:
         if self._raw is State.CLOSED and now_s - self._closed_s > self.settings.forget_after_s:
-            self._growth_level = 0
-        open_s = self.settings.open_for_s
-        for _ in range(self._growth_level):
-            open_s = min(open_s * self.settings.open_growth, self.settings.open_max_s)
-        self._growth_level = min(self._growth_level + 1, 64)
+            self._next_open_s = self.settings.open_for_s
+        open_s = self._next_open_s
+        self._next_open_s = min(open_s * self.settings.open_growth, self.settings.open_max_s)
         if self._rng is not None:
             spread = self.settings.jitter_fraction
             open_s *= float(self._rng.uniform(1.0 - spread, 1.0 + spread))
@@ -402,9 +347,9 @@ class BreakerPanel:
         is_shadow: bool = False,
     ) -> None:
         self._now_s = now_s
-        self._weights = np.ones(groups) if weights is None else np.asarray(weights, dtype=np.float64)
-        if self._weights.shape != (groups,) or not (np.isfinite(self._weights).all() and (self._weights >= 0).all()):
-            raise ValueError(f"BreakerPanel: weights {self._weights} must be {groups} finite numbers >= 0, one per group")
+        self._weights = np.ones(groups)
+        if weights is not None:
+            self.set_weights(weights)
         streams = rng.spawn(groups) if rng is not None else [None] * groups
         self._allowed_from_s = np.full(groups, -inf)
         self._pause_until_s = np.full(groups, -inf)
@@ -492,7 +437,9 @@ class Admission:
     lease: ProbeLease | None = None
 
 
-CLASS_SETTINGS = BreakerSettings(failures_to_open=0, open_for_s=2.0, open_max_s=20.0, calls_min=20, probes_max=4, probes_to_close=4)
+CLASS_SETTINGS = BreakerSettings(
+    failures_to_open=0, open_for_s=2.0, open_max_s=20.0, calls_min=20, probes_max=4, probes_to_close=4, lease_s=30.0
+)
 """Per class: no rule on consecutive time-outs (a burst times out together), only their share over the window."""
 
 
