@@ -49,7 +49,7 @@ def detection_delay_s(kind: FailureKind, predicted_step_s: npt.ArrayLike = 0.0) 
     """
     step_s = np.asarray(predicted_step_s, dtype=np.float64)
     if not (np.isfinite(step_s).all() and (step_s >= 0).all()):
-        raise ValueError(f"detection_delay_s: predicted_step_s={predicted_step_s} must be finite and >= 0; 0 where nothing runs")
+        raise ValueError(f"detection_delay_s: predicted_step_s={step_s} must be finite and >= 0; 0 where nothing runs")
     rule = DETECTION[kind]
     return np.maximum(rule.noticed_s, rule.steps * step_s)
 
