@@ -25,7 +25,8 @@ from envs.cluster.telemetry import Telemetry
 from envs.cluster.world import WorldSpec
 from envs.decision import predictor as P
 from envs.decision.actions import Decision, DecisionPoint, Scheduler, route_commands, route_mask
-from envs.decision.circuit_breaker import BreakerPanel, Outcome, ProbeLease, State
+from envs.decision.call_outcomes import Outcome
+from envs.decision.circuit_breaker import BreakerPanel, ProbeLease, State
 from envs.decision.length_estimator import LengthEstimator
 from envs.decision.move_candidates import rebalance_candidates, split_candidates
 from envs.decision.retry_budget import RetryBudget
@@ -74,7 +75,8 @@ class ClusterProcess:
         self.outcomes = OutcomeTable(world.trace)
         self.telemetry = Telemetry(self.groups)
         self.breakers = BreakerPanel(len(self.groups.groups), now_s=lambda: self.env.now, rng=breaker_rng)
-        self.retries = RetryBudget()
+        self.retries = RetryBudget(attempts_max=world.options.attempts_max)
+        self._retrying: set[int] = set()
         self.lengths = LengthEstimator()
         self.tables = self._make_tables()
         self.moves = Moves(self)
@@ -203,7 +205,7 @@ class ClusterProcess:
     def _book_one(self, ints: np.ndarray, completed: bool) -> None:
         group_index, kind, request_id = int(ints[L.RI_GROUP]), int(ints[L.RI_KIND]), int(ints[L.RI_REQUEST])
         self.ended_requests.append(request_id)
-        self.retries.request_ended()
+        self._finish_attempt(request_id)
         lease = self._leases.pop(request_id, None)
         if completed:
             self._completions += 1
@@ -215,10 +217,17 @@ class ClusterProcess:
             self.outcomes.kind[request_id] = OutcomeKind.UNSERVABLE
             self.outcomes.reason[request_id] = REASONS.index("unservable")
 
-    def end_request(self, request_id: int, kind: OutcomeKind, reason: str, group_index: int = -1) -> None:
-        """End a request without service, now."""
+    def _finish_attempt(self, request_id: int) -> None:
+        self.retries.finish(is_retry=request_id in self._retrying)
+        self._retrying.discard(request_id)
+
+    def end_request(
+        self, request_id: int, kind: OutcomeKind, reason: str, group_index: int = -1, is_attempt: bool = True
+    ) -> None:
+        """End a request without service, now; `is_attempt` False when its attempt was finished before."""
         self.outcomes.end(request_id, kind, reason, self.env.now, group_index)
-        self.retries.request_ended()
+        if is_attempt:
+            self._finish_attempt(request_id)
         self.log.note(self.env.now, f"{kind.name}:{reason}", group_index, request_id)
         self.ended_requests.append(request_id)
 
@@ -230,7 +239,7 @@ class ClusterProcess:
             gap_s = float(trace.arrival_s[i]) - self.env.now
             yield self.env.timeout(max(0.0, gap_s))
             self._next_arrival = i + 1
-            self.retries.request_started()
+            self.retries.start_request()
             self.telemetry.rate_5s.count(self.env.now)
             self.telemetry.rate_60s.count(self.env.now)
             if self._is_unservable(i):
@@ -367,10 +376,13 @@ class ClusterProcess:
         """Ask where an extracted request shall go on; a retry is charged to the budget and to its attempts."""
         assert held.rows is not None
         if is_retry:
-            held.rows[0][L.SI_ATTEMPTS] += 1
-            if held.rows[0][L.SI_ATTEMPTS] > self.options.attempts_max or not self.retries.take():
-                self.end_request(held.request.request_id, OutcomeKind.FAILED, "retries_spent")
+            request_id, attempts = held.request.request_id, int(held.rows[0][L.SI_ATTEMPTS])
+            self._finish_attempt(request_id)
+            if not self.retries.try_start_retry(attempts):
+                self.end_request(request_id, OutcomeKind.FAILED, "retries_spent", is_attempt=False)
                 return
+            self._retrying.add(request_id)
+            held.rows[0][L.SI_ATTEMPTS] += 1
         self._ready.append(held)
 
     # -- control decisions

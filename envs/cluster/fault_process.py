@@ -62,7 +62,7 @@ def _lose(cluster: ClusterProcess, fault: FaultEvent) -> Generator[Any, Any, Non
     health.is_lost = True
     whole = fault.kind is FaultKind.LOST_GROUP or len(cluster.groups.groups[g].ranks) == 1
     event = detection.FailureKind.GROUP_GONE if whole else detection.FailureKind.RANK_KILLED
-    yield cluster.env.timeout(detection.delay_s(event))
+    yield cluster.env.timeout(float(detection.detection_delay_s(event)))
     cluster.settle()
     health.detected_down = True
     cluster.breakers.breakers[g].force_open(fault.kind.name.lower())

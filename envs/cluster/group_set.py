@@ -12,12 +12,14 @@ import numpy as np
 
 from envs.cluster.world import WorldOptions
 from envs.decision import split_planner
+from envs.decision.move_candidates import IDLE_MIX, overlap_of
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.domain.snapshot import BoolArray, FloatArray
 from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
 from envs.perf_model import all_reduce, group_cost, memory_fit
 from envs.perf_model import step_time as ST
+from envs.perf_model.memory_fit import NO_OVERLAP, Overlap
 from envs.scenario.cluster_spec import ClusterSpec
 
 
@@ -82,8 +84,12 @@ class GroupSet:
         """Plan of one corner for group `g`, over its healthy ranks. Raises InfeasibleSplit when the model does not fit."""
         factors = np.ones(len(self.groups[g].ranks)) if speed_factors is None else np.array(speed_factors, np.float64)
         factors[self.health[g].rank_is_lost] = 0.0
-        mix = split_planner.StepMix()
-        return split_planner.corner_plan(self.groups[g], corner, mix, speed_factors=factors)
+        return split_planner.corner_plan(self.groups[g], corner, IDLE_MIX, speed_factors=factors)
+
+    def overlap(self, g: int) -> Overlap:
+        """What group `g`'s ranks hold beyond their shares: none where even one head more would not fit."""
+        window = overlap_of(self.groups[g], self.plans[g])
+        return window if memory_fit.fits(self.groups[g], self.plans[g], 1024, self.options.memory_fraction, window) else NO_OVERLAP
 
     def _write_group(self, g: int) -> None:
         group = self.groups[g]
@@ -113,7 +119,7 @@ class GroupSet:
         """Bytes left for KV on each rank: usable memory less weights and workspace of the plan in force."""
         group, plan = self.groups[g], self.plans[g]
         left = memory_fit.usable_bytes(group, self.options.memory_fraction)
-        left = left - memory_fit.weight_bytes(group.model, plan) - memory_fit.workspace_bytes(group.model, plan)
+        left = left - memory_fit.weight_bytes(group.model, plan, self.overlap(g)) - memory_fit.workspace_bytes(group.model, plan)
         self.state.kv_bytes[g] = 0.0
         self.state.kv_bytes[g, : len(group.ranks)] = np.maximum(left, 0.0)
         if self.limits.kv_blocks is not None:  # a declared pool, as in tests of tiny caches

@@ -9,7 +9,7 @@ import numpy as np
 
 from envs.cluster import fault_process
 from envs.decision import split_planner
-from envs.decision.move_candidates import DeclaredHealth
+from envs.decision.move_candidates import DeclaredHealth, fallback_plan
 from envs.domain.commands import Command, CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.group_kernel import layout as L
@@ -95,8 +95,10 @@ class Moves:
     def _switch(self, g: int, plan: SplitPlan, corner: int) -> None:
         """New requests get `plan`. Before a third plan lives, the oldest's requests move their KV; both moves are paid."""
         groups, state = self._cluster.groups, self._cluster.state
-        kv_tokens = int(state.group_int[g, L.GI_USED_BLOCKS0 : L.GI_USED_BLOCKS1 + 1].sum()) * groups.limits.kv_block_tokens
-        price = split_planner.resplit_price(groups.groups[g], groups.plans[g], plan, kv_tokens=kv_tokens)
+        oldest = 1 - int(state.group_int[g, L.GI_PLAN])
+        kv_tokens = int(state.group_int[g, L.GI_USED_BLOCKS0 + oldest]) * groups.limits.kv_block_tokens
+        overlap = groups.overlap(g)
+        price = split_planner.resplit_price(groups.groups[g], groups.plans[g], plan, overlap, kv_tokens=kv_tokens)
         current = int(state.group_int[g, L.GI_PLAN])
         other = 1 - current
         if state.group_int[g, L.GI_USED_BLOCKS0 + other] > 0:
@@ -191,7 +193,7 @@ class Moves:
         """Continue on the smallest subset of ranks that fits the model, serially if that is one."""
         groups, g = self._cluster.groups, command.group_index
         speeds = self.declared_health().speed_factors[g]
-        plan = split_planner.fallback_plan(groups.groups[g], speeds)
+        plan = fallback_plan(groups.groups[g], speeds)
         self._restart_with(g, groups.groups[g], plan)
 
     def _restore(self, command: Command) -> None:

@@ -17,8 +17,11 @@ from envs.domain.commands import Command, CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.domain.requests import Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray
+from envs.perf_model.memory_fit import Overlap, smallest_subset
 
 MIGRATIONS_MAX = 8
+IDLE_MIX = split_planner.StepMix(decode_sequences=8, kv_tokens=8 * 1024, prefill_tokens=512, prefill_share=0.2)
+"""What an idle group is planned for: a small decode batch and a fifth of the steps with prefill."""
 SPLIT_CANDIDATES = ("compute", "bandwidth", "memory", "planner")
 
 
@@ -55,7 +58,7 @@ def current_mix(view: ClusterSnapshot, g: int) -> split_planner.StepMix:
     """What a step of group `g` looks like now, as the planner's forecast; an idle group gets a small default mix."""
     everyone = int(view.running[g] + view.waiting[g])
     if everyone == 0:
-        return split_planner.StepMix()
+        return IDLE_MIX
     kv_tokens = int(view.decode_kv_tokens[g] + view.prefill_backlog_tokens[g])
     return split_planner.StepMix(decode_sequences=everyone, kv_tokens=kv_tokens)
 
@@ -85,11 +88,38 @@ def split_candidates(
                 continue
             seen.add((other.query_heads, other.mlp_blocks))
             after_s = split_planner.step_cost_s(group, other, mix, speed_factors=factors)
-            price = split_planner.resplit_price(group, plan, other, kv_tokens=mix.kv_tokens)
+            price = split_planner.resplit_price(group, plan, other, overlap_of(group, plan))
             command = Command(CommandKind.SET_SPLIT, g, argument=split_planner.CORNERS.index(corner))
             everyone = float(view.running[g] + view.waiting[g])
             rows.append((command, (_gain(before_s, after_s), np.log1p(price.seconds), np.log1p(everyone), 0.0, 0.0)))
     return _collect(rows)
+
+
+OVERLAP_FRACTION = 0.05
+"""Share of each cut that a rank holds beyond its own, on either side, so that small slides move no byte (DESIGN section 2)."""
+
+
+def overlap_of(group: TpGroup, plan: SplitPlan) -> Overlap:
+    """Overlap window of a plan in whole units: at least one query head, MLP blocks and vocabulary rows by fraction."""
+    if len(group.ranks) < 2:
+        return Overlap(0, 0, 0)
+    return Overlap(
+        max(1, int(OVERLAP_FRACTION * sum(plan.query_heads))),
+        max(1, int(OVERLAP_FRACTION * sum(plan.mlp_blocks))),
+        int(OVERLAP_FRACTION * sum(plan.vocabulary_rows)),
+    )
+
+
+def fallback_plan(group: TpGroup, speed_factors: FloatArray) -> SplitPlan:
+    """Plan over the smallest subset of ranks that holds the model, the fastest such subset; the others get zero width.
+
+    speed_factors: (ranks,) measured over declared speed, 0 for a lost rank. Raises: InfeasibleSplit when nothing fits.
+    """
+    bandwidth = np.array([place.gpu.memory_bytes_per_s for place in group.ranks]) * speed_factors
+    chosen = smallest_subset(group, bytes_per_s=bandwidth)
+    factors = np.zeros(len(group.ranks))
+    factors[list(chosen)] = np.maximum(speed_factors[list(chosen)], 1e-3)
+    return split_planner.corner_plan(group, "planner", IDLE_MIX, speed_factors=factors)
 
 
 def _gain(before_s: float, after_s: float) -> float:
@@ -191,7 +221,7 @@ def _subset_rows(
         mix = current_mix(view, g)
         if factors[used].min(initial=1.0) < 0.5:
             try:
-                other = split_planner.fallback_plan(group, factors)
+                other = fallback_plan(group, factors)
             except split_planner.InfeasibleSplit:
                 continue
             command = Command(CommandKind.FALL_BACK, g)
