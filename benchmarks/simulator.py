@@ -19,6 +19,7 @@ from envs.cluster.cluster_process import ClusterProcess
 from envs.cluster.world import WorldOptions, WorldSpec
 from envs.scenario.cluster_file import load_cluster
 from envs.traces.synthetic_twin import default_trace
+from envs.world_sampler import first_rows
 
 REPEATS = 5
 
@@ -37,8 +38,8 @@ def main() -> None:
     trace = default_trace("azure-conv").compress(4.0)
     world = WorldSpec(load_cluster("a100-70b-16"), trace, seed=1, options=WorldOptions())
     begin = time.process_time()
-    measure(replace(world, trace=trace.rows(0, 200)), "round_robin")
-    measure(replace(world, trace=trace.rows(0, 200)), "least_completion")
+    measure(replace(world, trace=first_rows(trace, 0, 200)), "round_robin")
+    measure(replace(world, trace=first_rows(trace, 0, 200)), "least_completion")
     compile_s = time.process_time() - begin
     requests = len(trace.arrival_s)
     runs: dict[str, list[float]] = {"round_robin": [], "least_completion": []}

@@ -13,6 +13,13 @@ from envs.scenario.cluster_spec import ClusterSpec
 from envs.traces.trace_table import TraceTable
 
 
+def first_rows(trace: TraceTable, begin: int, count: int) -> TraceTable:
+    """Requests begin .. begin + count - 1, re-based so that the first arrives at 0 s; block ids renumbered from 0."""
+    part = trace.take(np.arange(begin, begin + count))
+    _, ids = np.unique(part.prefix_ids, return_inverse=True)
+    return replace(part, arrival_s=part.arrival_s - part.arrival_s[0], prefix_ids=ids.astype(np.int64))
+
+
 @dataclass(frozen=True, slots=True)
 class WorldSampler:
     """Callable: Generator -> WorldSpec.
@@ -39,7 +46,7 @@ class WorldSampler:
             raise ValueError(f"trace window {self.window_s} s holds {last - first} requests; choose a longer window")
         count = min(self.requests, int(last - first))
         begin = int(first) + int(slice_rng.integers(0, int(last - first) - count + 1))
-        table = self.trace.rows(begin, begin + count)
+        table = first_rows(self.trace, begin, count)
         scale = float(np.exp(rate_rng.uniform(*np.log(self.rate_scales))))
         table = table.compress(scale)
         rates = None

@@ -74,6 +74,7 @@ class ClusterProcess:
         self.state = self.groups.state
         self.outcomes = OutcomeTable(world.trace)
         self.telemetry = Telemetry(self.groups)
+        self._pools = [self.groups.kv_tokens_max(g) for g in range(len(self.groups.groups))]
         self.breakers = BreakerPanel(len(self.groups.groups), now_s=lambda: self.env.now, rng=breaker_rng)
         self.retries = RetryBudget(attempts_max=world.options.attempts_max)
         self._retrying: set[int] = set()
@@ -258,9 +259,11 @@ class ClusterProcess:
     def _is_unservable(self, i: int) -> bool:
         """The door: prompt plus allowed output against the context and the largest pool (K10). The scheduler never sees
         the row's own length; where a trace declares no limit, the length served is the limit that was allowed."""
-        total = int(self.trace.prompt_tokens[i]) + int(self.trace.output_tokens[i])
-        pools = [self.groups.kv_tokens_max(g) for g in range(len(self.groups.groups)) if not self.groups.health[g].is_parked]
-        return total > self.groups.limits.context_tokens or total > max(pools, default=0)
+        limit = int(self.trace.output_limit_tokens[i])
+        total = int(self.trace.prompt_tokens[i]) + max(limit, int(self.trace.output_tokens[i]))
+        if total > self.groups.limits.context_tokens:
+            return True
+        return total > max((pool for pool, h in zip(self._pools, self.groups.health, strict=True) if not h.is_parked), default=0)
 
     def _control(self) -> Generator[Any, Any, None]:
         while True:

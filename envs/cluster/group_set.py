@@ -93,8 +93,8 @@ class GroupSet:
 
     def _write_group(self, g: int) -> None:
         group = self.groups[g]
-        alpha_s, beta_s_per_byte, _ = all_reduce.affine_coefficients(group)
-        row = group_cost.group_cost_row(group, alpha_s, beta_s_per_byte)
+        reduce = all_reduce.affine_coefficients(group)
+        row = group_cost.group_cost_row(group, reduce.alpha_s, reduce.beta_s_per_byte)
         self.state.predicted_group_cost[g] = row
         row = row.copy()
         row[ST.GC_INTERFERENCE] = self.interference[g]
@@ -106,8 +106,9 @@ class GroupSet:
         """Put `plan`'s coefficients and KV block sizes into plan slot `slot` of group `g`."""
         group = self.groups[g]
         ranks = len(group.ranks)
-        rows = group_cost.rank_cost_rows(group, plan)
-        for cost in (self.state.rank_cost, self.state.predicted_rank_cost):
+        true_rows = group_cost.rank_cost_rows(group, plan, with_residuals=self.options.use_residual_tables)
+        believed = group_cost.rank_cost_rows(group, plan)
+        for cost, rows in ((self.state.rank_cost, true_rows), (self.state.predicted_rank_cost, believed)):
             cost[g, slot] = 0.0
             cost[g, slot, :ranks] = rows
         self.state.kv_block_bytes[g, slot] = 0.0

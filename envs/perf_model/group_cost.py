@@ -10,7 +10,7 @@ from envs.domain.plans import SplitPlan, TpGroup
 from envs.domain.snapshot import FloatArray
 from envs.domain.specs import ModelSpec
 from envs.perf_model import step_time as ST
-from envs.perf_model.coefficients import KernelProfile, load_profiles
+from envs.perf_model.coefficients import KernelProfile, load_profiles, residual_at
 from envs.perf_model.memory_fit import kv_bytes_per_token, kv_head_ranges, unit_ranges
 
 KERNELS_PER_LAYER = 4  # QKV, O, gate+up, down: each pays the fixed GEMM overhead once
@@ -23,8 +23,16 @@ def profiles_of(group: TpGroup) -> tuple[KernelProfile, ...]:
     return tuple(known[place.gpu.kernel_profile] for place in group.ranks)
 
 
-def rank_cost_rows(group: TpGroup, plan: SplitPlan, profiles: Sequence[KernelProfile] | None = None) -> FloatArray:
-    """Coefficients of each rank under `plan`; returns shape (ranks, RANK_COLUMNS), seconds per unit (see `step_time`)."""
+REFERENCE_CONTEXT = 1024  # context at which the attention residuals are read; they are flat around it
+
+
+def rank_cost_rows(
+    group: TpGroup, plan: SplitPlan, profiles: Sequence[KernelProfile] | None = None, with_residuals: bool = False
+) -> FloatArray:
+    """Coefficients of each rank under `plan`; returns shape (ranks, RANK_COLUMNS), seconds per unit (see `step_time`).
+
+    with_residuals: multiply attention by its measured / roofline residual (the world's side; predictors go without).
+    """
     model = group.model
     fitted = profiles_of(group) if profiles is None else profiles
     kv_heads = np.diff(kv_head_ranges(model, unit_ranges(plan.query_heads)), axis=1)[:, 0]
@@ -35,6 +43,9 @@ def rank_cost_rows(group: TpGroup, plan: SplitPlan, profiles: Sequence[KernelPro
         bytes_per_s = place.gpu.memory_bytes_per_s * profile.memory_efficiency
         rows[r] = _one_rank(model, plan, r, kv_heads[r], flop_per_s, bytes_per_s, place.gpu.flop_per_s, profile)
         rows[r, ST.RC_DECODE_KV_S] = kv_bytes[r] / (place.gpu.memory_bytes_per_s * profile.decode_attention_efficiency)
+        if with_residuals:
+            rows[r, ST.RC_DECODE_KV_S] *= residual_at(profile.decode_residual, REFERENCE_CONTEXT)
+            rows[r, ST.RC_PREFILL_PAIR_S] *= residual_at(profile.prefill_residual, REFERENCE_CONTEXT)
     return rows
 
 
@@ -62,15 +73,17 @@ def _one_rank(
     row = np.zeros(ST.RANK_COLUMNS)
     row[ST.RC_ATTENTION_TOKEN_S] = 2.0 * attention_numbers / flop_per_s
     row[ST.RC_ATTENTION_WEIGHT_S] = attention_numbers * model.weight_number_bytes / bytes_per_s
-    pair_flop = 4.0 * heads * model.head_dim * model.layers  # query x key, then weight x value: 2 FLOP each
+    pair_flop = 4.0 * heads * model.head_dim * model.layers  # query x key and weight x value, 2 FLOP each
     row[ST.RC_PREFILL_PAIR_S] = pair_flop / (peak_flop_per_s * profile.prefill_attention_efficiency)
     row[ST.RC_MLP_TOKEN_S] = 2.0 * mlp_numbers * active_share / flop_per_s
     row[ST.RC_MLP_WEIGHT_S] = mlp_numbers * model.weight_number_bytes / bytes_per_s
     row[ST.RC_HEAD_SEQUENCE_S] = 2.0 * head_numbers / flop_per_s
     row[ST.RC_HEAD_WEIGHT_S] = head_numbers * model.weight_number_bytes / bytes_per_s
     if heads or columns:
-        kernels = KERNELS_PER_LAYER * profile.gemm_overhead_s + profile.attention_overhead_s
+        kernels = KERNELS_PER_LAYER * profile.gemm_overhead_s + profile.attention_overhead_s + profile.elementwise_overhead_s
         row[ST.RC_OVERHEAD_S] = model.layers * kernels
+        numbers = 8.0 * model.hidden + 2.0 * (heads + kv_heads) * model.head_dim + 3.0 * columns * max(1, model.experts_active)
+        row[ST.RC_ELEMENTWISE_TOKEN_S] = model.layers * 2.0 * numbers * profile.elementwise_s_per_byte
     return row
 
 

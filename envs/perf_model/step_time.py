@@ -5,7 +5,7 @@ Layout of the arrays (G groups, 2 plan slots, R ranks; absent ranks are all zero
 
 | array | shape | last axis |
 |---|---|---|
-| rank_cost | (G, 2, R, 9) | the `RC_*` columns, seconds per unit |
+| rank_cost | (G, 2, R, 10) | the `RC_*` columns, seconds per unit |
 | group_cost | (G, 10) | the `GC_*` columns |
 | residual | (G, R, 15) | measured / roofline multiplier of the GEMMs at 2^0 … 2^14 tokens |
 | slow | (G, R, 2) | slow-down of compute and of memory, 1 = nominal |
@@ -27,7 +27,8 @@ RC_MLP_WEIGHT_S = 5
 RC_HEAD_SEQUENCE_S = 6  # output head FLOP of one sequence
 RC_HEAD_WEIGHT_S = 7
 RC_OVERHEAD_S = 8  # fixed kernel overhead of all layers
-RANK_COLUMNS = 9
+RC_ELEMENTWISE_TOKEN_S = 9  # norms, rope, activation: bytes moved per token
+RANK_COLUMNS = 10
 
 # Columns of group_cost.
 GC_COMM_ALPHA_S = 0  # all all-reduces of a step, latency part
@@ -106,7 +107,8 @@ def step_parts(g, rank_cost, group_cost, residual, slow, tokens0, tokens1, pairs
             tokens0 * rank_cost[g, 0, r, RC_ATTENTION_TOKEN_S] + tokens1 * rank_cost[g, 1, r, RC_ATTENTION_TOKEN_S]
         ) * slow_compute
         pair = (pairs0 * rank_cost[g, 0, r, RC_PREFILL_PAIR_S] + pairs1 * rank_cost[g, 1, r, RC_PREFILL_PAIR_S]) * slow_compute
-        read = (kv0 * rank_cost[g, 0, r, RC_DECODE_KV_S] + kv1 * rank_cost[g, 1, r, RC_DECODE_KV_S]) * slow_memory
+        small = tokens0 * rank_cost[g, 0, r, RC_ELEMENTWISE_TOKEN_S] + tokens1 * rank_cost[g, 1, r, RC_ELEMENTWISE_TOKEN_S]
+        read = small * slow_memory + (kv0 * rank_cost[g, 0, r, RC_DECODE_KV_S] + kv1 * rank_cost[g, 1, r, RC_DECODE_KV_S]) * slow_memory
         total = max(flop, weight * slow_memory) * bend + pair + read + overhead
         if total > attention_s:
             attention_s = total
@@ -152,7 +154,8 @@ def rank_times(g, rank_cost, group_cost, residual, slow, plan, tokens, pairs, kv
         interference = group_cost[g, GC_INTERFERENCE]
         attention = max(tokens * cost[RC_ATTENTION_TOKEN_S] * slow[g, r, 0], cost[RC_ATTENTION_WEIGHT_S] * slow[g, r, 1]) * bend
         attention += pairs * cost[RC_PREFILL_PAIR_S] * slow[g, r, 0] + kv * cost[RC_DECODE_KV_S] * slow[g, r, 1]
-        out[r, 0] = (attention + cost[RC_OVERHEAD_S]) * interference
+        attention += tokens * cost[RC_ELEMENTWISE_TOKEN_S] * slow[g, r, 1] + cost[RC_OVERHEAD_S]
+        out[r, 0] = attention * interference
         out[r, 1] = (
             max(tokens * cost[RC_MLP_TOKEN_S] * slow[g, r, 0], cost[RC_MLP_WEIGHT_S] * slow[g, r, 1]) * bend * interference
         )
