@@ -57,7 +57,7 @@ class CorrectionState:
     @property
     def ratio(self) -> FloatArray:
         """observed / predicted, within [RATIO_MIN, RATIO_MAX]; 1 where nothing was measured. Multiply predictions by it."""
-        return np.exp(self.log_ratio)
+        return np.clip(np.exp(self.log_ratio), RATIO_MIN, RATIO_MAX)
 
     @property
     def uncertainty(self) -> FloatArray:
@@ -74,9 +74,10 @@ def initial(shape: tuple[int, ...], settings: CorrectionSettings | None = None) 
 
 @njit(cache=True)
 def follow_ratio(
-    log_ratio, variance, samples, surprises, predicted_s, observed_s, elapsed_s,
-    prior_var, noise_var, drift_var_per_s, surprise, surprises_to_restart,
-):  # fmt: skip
+    log_ratio: FloatArray, variance: FloatArray, samples: IntArray, surprises: IntArray,
+    predicted_s: FloatArray, observed_s: FloatArray, elapsed_s: FloatArray,
+    prior_var: float, noise_var: float, drift_var_per_s: float, surprise: float, surprises_to_restart: int,
+) -> None:  # fmt: skip
     """Advance flat arrays in place, one Kalman step each; compiled, for callers that own their arrays (see `update`)."""
     log_min, log_max = np.log(RATIO_MIN), np.log(RATIO_MAX)
     for i in range(log_ratio.size):
@@ -118,10 +119,13 @@ def update(
     """
     chosen = settings or CorrectionSettings()
     shape = state.log_ratio.shape
-    inputs = [np.broadcast_to(np.asarray(a, dtype=np.float64), shape).ravel() for a in (predicted_s, observed_s, elapsed_s)]
+    predicted, observed, elapsed = (
+        np.broadcast_to(np.asarray(array, dtype=np.float64), shape).ravel() for array in (predicted_s, observed_s, elapsed_s)
+    )
     new = CorrectionState(state.log_ratio.copy(), state.variance.copy(), state.samples.copy(), state.surprises.copy())
     follow_ratio(
-        new.log_ratio.reshape(-1), new.variance.reshape(-1), new.samples.reshape(-1), new.surprises.reshape(-1), *inputs,
+        new.log_ratio.reshape(-1), new.variance.reshape(-1), new.samples.reshape(-1), new.surprises.reshape(-1),
+        predicted, observed, elapsed,
         chosen.prior_std**2, chosen.noise_std**2, chosen.drift_std_per_sqrt_s**2, chosen.surprise, chosen.surprises_to_restart,
     )  # fmt: skip
     return new
