@@ -26,12 +26,13 @@ from gymnasium import spaces
 from envs.cluster.cluster_process import ClusterProcess
 from envs.cluster.world import WorldSpec
 from envs.decision.actions import Decision, DecisionPoint, Scheduler
-from envs.decision.objective import summary, value_of
+from envs.decision.objective import PERCENTILES, summary, value_of
 from envs.decision.observation import BOUND, CONTEXT, FEATURES, encode
 from envs.domain.requests import OutcomeKind, RequestOutcome
 
 WorldSource = Callable[[np.random.Generator], WorldSpec]
 CompanionSource = Callable[[np.random.Generator], dict[Decision, Scheduler]]
+PERCENTILE_NAMES = tuple(f"p{percent}" for percent in PERCENTILES)
 ALL_DECISIONS: tuple[Decision, ...] = ("route", "split", "rebalance")
 
 
@@ -167,16 +168,37 @@ class SchedulingEnv(gymnasium.Env[dict[str, np.ndarray], int]):
         return self.cluster.outcomes.to_outcomes()
 
 
+def _short(share: Mapping[str, Any]) -> dict[str, Any]:
+    """One share of `objective.summary` under the names that tables, plots and TensorBoard use."""
+    latency = share["latency"]
+    return {
+        "goodput": share["goodput_share"],
+        "goodput_per_s": share["goodput_per_s"],
+        "value_mean": share["value_mean"],
+        "count": share["arrived"],
+        "counts": share["outcomes"],
+        "ttft_s": {name: latency["ttft_s"][name] for name in PERCENTILE_NAMES},
+        "tpot_s": {name: latency["tpot_s"][name] for name in PERCENTILE_NAMES},
+        "e2e_s": {name: latency["e2e_s"][name] for name in PERCENTILE_NAMES},
+    }
+
+
 def world_summary(cluster: ClusterProcess) -> dict[str, Any]:
-    """`objective.summary` of a world plus its moves, illegal actions and preemptions."""
+    """What became of a world: goodput, outcomes and latencies (overall and per class), latency parts, moves, illegal actions."""
     options = cluster.options
-    found = dict(
-        summary(cluster.outcomes.to_outcomes(), max(cluster.span_s, 1e-9), options.drain_s, multiplier=options.limit_multiplier)
+    report = summary(
+        cluster.outcomes.to_outcomes(), max(cluster.span_s, 1e-9), options.drain_s, multiplier=options.limit_multiplier
     )
-    found["moves"] = dict(cluster.moves.counts)
-    found["pause_s"] = cluster.moves.pause_s
+    found = _short(report)
+    classes: Any = report["classes"]
+    found["per_class"] = {name: _short(share) for name, share in classes.items() if share["arrived"]}
+    found["parts_mean_s"] = report["latency_parts_mean_s"]
+    found["failure_reasons"] = report["failure_reasons"]
+    found["preemptions"] = report["preemptions"]
+    counts = cluster.moves.counts
+    found["split"] = {"moves": counts["set_split"], "pause_s": cluster.moves.pause_s}
+    found["rebalance"] = {name: n for name, n in counts.items() if name not in ("route", "hold", "refuse", "keep", "set_split")}
     found["illegal_actions"] = cluster.illegal_actions
-    found["preemptions"] = int(cluster.outcomes.preemptions.sum())
     return found
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from agents.heuristics.counting import pick_lowest
-from envs.decision import matching_score, predictor
+from envs.decision import matching_score
+from envs.decision import predictor as P
 from envs.decision.actions import DecisionPoint
 from envs.domain.snapshot import FloatArray
+from envs.perf_model.step_time import GC_COMM_ALPHA_S, GC_COMM_TOKEN_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +23,26 @@ class MatchingScore:
 
 
 def sub_scores(point: DecisionPoint) -> FloatArray:
-    """Sub-scores (groups, 5) of the point's request in every group, in the order of `matching_score.SUB_SCORES`."""
-    return matching_score.scores_of_point(point.view, point.request, point.estimates, point.tables)
+    """Sub-scores (groups, 5) of the point's request in every group, in the order of `matching_score.SUB_SCORES`.
 
-
-_ = (np, predictor)
+    The estimates carry the observed / predicted correction already, so none is applied again.
+    """
+    view, tables, request, estimates = point.view, point.tables, point.request, point.estimates
+    assert request is not None
+    limits = P.class_limits(tables.limit_multiplier)[request.class_index]
+    ttft_limit_s = limits[0] + limits[1] * request.prompt_tokens
+    everyone = view.running + view.waiting + 1
+    comm_s = tables.group_cost[:, GC_COMM_ALPHA_S] + tables.group_cost[:, GC_COMM_TOKEN_S] * everyone
+    wanted_rate = (view.prefill_backlog_tokens + request.prompt_tokens) / ttft_limit_s
+    return matching_score.matching_scores(
+        ttft_s=estimates[:, P.E_TTFT_S],
+        tpot_s=estimates[:, P.E_TPOT_S],
+        ttft_limit_s=ttft_limit_s,
+        tpot_limit_s=limits[2],
+        kv_tokens_needed=request.prompt_tokens + tables.remaining_tokens[request.class_index, 0],
+        kv_tokens_free=view.kv_blocks_free * view.kv_block_tokens,
+        comm_fraction=np.clip(comm_s / estimates[:, P.E_STEP_AFTER_S], 0.0, 1.0),
+        rank_busy_fraction=view.rank_busy_fraction,
+        compute_ratio=estimates[:, P.E_PREFILL_RATE] / wanted_rate,
+        rank_is_present=tables.rank_cost[:, 0].any(axis=2),
+    )

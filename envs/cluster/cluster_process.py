@@ -83,6 +83,7 @@ class ClusterProcess:
         self.moves = Moves(self)
         self.ended_requests: list[int] = []  # in order of booking; the environment drains it to pay rewards
         self._leases: dict[int, ProbeLease] = {}
+        self._sent_s: dict[int, float] = {}
         self.illegal_actions = 0
         self._ready: deque[Held] = deque()  # asked again before anything else happens
         self._held: deque[Held] = deque()
@@ -207,13 +208,14 @@ class ClusterProcess:
         group_index, kind, request_id = int(ints[L.RI_GROUP]), int(ints[L.RI_KIND]), int(ints[L.RI_REQUEST])
         self.ended_requests.append(request_id)
         self._finish_attempt(request_id)
-        lease = self._leases.pop(request_id, None)
+        lease, began_s = self._leases.pop(request_id, None), self._sent_s.pop(request_id, None)
         if completed:
             self._completions += 1
             self.lengths.observe(int(ints[L.RI_CLASS]), int(ints[L.RI_GENERATED]))
-            self.breakers.breakers[group_index].record(Outcome.OK, lease=lease)
+            self.breakers.breakers[group_index].record(Outcome.OK, began_s=began_s, lease=lease)
         elif kind == L.RECORD_TIMEOUT:
-            self.breakers.breakers[group_index].record(Outcome.FAULT, lease=lease, reason="queue timeout")
+            self.breakers.breakers[group_index].record(
+                Outcome.FAULT, began_s=began_s, lease=lease, reason="queue timeout")
         else:
             self.outcomes.kind[request_id] = OutcomeKind.UNSERVABLE
             self.outcomes.reason[request_id] = REASONS.index("unservable")
@@ -314,6 +316,9 @@ class ClusterProcess:
     def _route_point(self, held: Held) -> DecisionPoint:
         view = self.view()
         R.hit_tokens(self.state, held.request.request_id, self._hits)
+        probes = self.breakers.due_probes()
+        if probes.size:  # a half-open group closes only through traffic that probes it
+            view.accepts[probes] |= view.is_up[probes] & ~view.is_draining[probes]
         mask = route_mask(view.accepts, view.hold_queue, view.hold_queue_limit, held.may_hold)
         self._asking = held
         return DecisionPoint("route", view, route_commands(view.groups), mask, self.tables, held.request, self._hits.copy())
@@ -337,6 +342,7 @@ class ClusterProcess:
 
     def _route_to(self, held: Held, group_index: int) -> None:
         request, now_s = held.request, self.env.now
+        self._sent_s[request.request_id] = now_s
         breaker = self.breakers.breakers[group_index]
         if breaker.state is State.HALF_OPEN and (lease := breaker.try_probe()) is not None:
             self._leases[request.request_id] = lease

@@ -77,13 +77,9 @@ def _finish(state, g, slot, now_s):
 
 
 @njit(cache=True)
-def _grow_blocks(state, g, slot):
-    ints = state.slot_int[g, slot]
-    held = ints[L.SI_CACHE_REFS] * prefix_cache.blocks_per_entry(state, g)
-    wanted = kv_pool.blocks_for(state, g, ints[L.SI_DONE]) - held
-    if wanted > ints[L.SI_BLOCKS]:
-        state.group_int[g, L.GI_USED_BLOCKS0 + ints[L.SI_PLAN]] += wanted - ints[L.SI_BLOCKS]
-        ints[L.SI_BLOCKS] = wanted
+def _blocks_wanted(row, tokens, block_tokens, entry_blocks):
+    """Private blocks that a slot needs for `tokens` tokens, beyond those it shares with the cache and has."""
+    return -(-tokens // block_tokens) - row[L.SI_CACHE_REFS] * entry_blocks - row[L.SI_BLOCKS]
 
 
 @njit(cache=True)
@@ -139,14 +135,22 @@ def commit_jump(state, g):
     ints[L.GI_STEPS] += steps
     ints[L.GI_EVENTS] += 1
     now_s = group[L.GF_CLOCK_S]
+    block_tokens = ints[L.GI_BLOCK_TOKENS]
+    entry_blocks = -(-ints[L.GI_CACHE_BLOCK_TOKENS] // block_tokens)
+    running = state.running[g]
+    slots = state.slot_int[g]
     place = 0
+    # scalars and rows only in this loop: a call that takes the whole state costs more than the work
     while place < ints[L.GI_RUNNING]:
-        slot = state.running[g, place]
-        row = state.slot_int[g, slot]
+        slot = running[place]
+        row = slots[slot]
         if row[L.SI_PHASE] == L.PHASE_DECODE:
             row[L.SI_DONE] += steps
             row[L.SI_GENERATED] += steps
-            _grow_blocks(state, g, slot)
+            wanted = _blocks_wanted(row, row[L.SI_DONE], block_tokens, entry_blocks)
+            if wanted > 0:
+                row[L.SI_BLOCKS] += wanted
+                ints[L.GI_USED_BLOCKS0 + row[L.SI_PLAN]] += wanted
         elif row[L.SI_CHUNK] > 0:
             row[L.SI_DONE] += row[L.SI_CHUNK]
             if row[L.SI_DONE] >= row[L.SI_GOAL]:
@@ -182,12 +186,15 @@ def _count_decoding(state, g):
     """(sequences, KV tokens) of decoding slots by plan, and the tightest TPOT limit among them."""
     decode0 = decode1 = kv0 = kv1 = 0
     limit_s = np.inf
+    running = state.running[g]
+    slots = state.slot_int[g]
+    floats = state.slot_float[g]
     for place in range(state.group_int[g, L.GI_RUNNING]):
-        slot = state.running[g, place]
-        row = state.slot_int[g, slot]
+        slot = running[place]
+        row = slots[slot]
         if row[L.SI_PHASE] != L.PHASE_DECODE:
             continue
-        limit_s = min(limit_s, state.slot_float[g, slot, L.SF_TPOT_LIMIT_S])
+        limit_s = min(limit_s, floats[slot, L.SF_TPOT_LIMIT_S])
         if row[L.SI_PLAN] == 0:
             decode0 += 1
             kv0 += row[L.SI_DONE]
@@ -354,11 +361,15 @@ def _admit_waiting(state, g, budget, decode0, decode1, kv0, kv1, limit_s):
 def _blocks_to_grow(state, g, steps):
     """Blocks that decoding `steps` more steps would take, by plan slot."""
     grow0 = grow1 = 0
-    size = prefix_cache.blocks_per_entry(state, g)
-    for place in range(state.group_int[g, L.GI_RUNNING]):
-        row = state.slot_int[g, state.running[g, place]]
+    ints = state.group_int[g]
+    block_tokens = ints[L.GI_BLOCK_TOKENS]
+    entry_blocks = -(-ints[L.GI_CACHE_BLOCK_TOKENS] // block_tokens)
+    running = state.running[g]
+    slots = state.slot_int[g]
+    for place in range(ints[L.GI_RUNNING]):
+        row = slots[running[place]]
         if row[L.SI_PHASE] == L.PHASE_DECODE:
-            wanted = kv_pool.blocks_for(state, g, row[L.SI_DONE] + steps) - row[L.SI_CACHE_REFS] * size - row[L.SI_BLOCKS]
+            wanted = _blocks_wanted(row, row[L.SI_DONE] + steps, block_tokens, entry_blocks)
             if wanted > 0:
                 if row[L.SI_PLAN] == 0:
                     grow0 += wanted
@@ -379,7 +390,11 @@ def _kv_allows(state, g, steps):
 @njit(cache=True)
 def _steps_within_kv(state, g, steps):
     """Largest number of decode steps, at most `steps`, for which KV suffices (0 when not even one fits)."""
-    if _kv_allows(state, g, steps):
+    # at most one block more per sequence and block length: most jumps need no exact count
+    rough = state.group_int[g, L.GI_RUNNING] * (steps // state.group_int[g, L.GI_BLOCK_TOKENS] + 1)
+    plan = state.group_int[g, L.GI_PLAN]
+    other_used = state.group_int[g, L.GI_USED_BLOCKS0 + 1 - plan]
+    if (other_used == 0 and rough <= kv_pool.free_blocks(state, g, plan)) or _kv_allows(state, g, steps):
         return steps
     low, high = 0, steps
     while high - low > 1:
