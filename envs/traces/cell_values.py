@@ -41,9 +41,7 @@ def seconds(value: Any, factor: float, file: TraceFile, line: int, column: str, 
     if value is None or value == "":
         if options.arrival is not None:
             return 0.0
-        raise file.error(
-            f"{column} is absent; give every row its arrival, or ask for a made-up arrival process (--rate)", line
-        )
+        raise file.error(f"{column} is absent; give every row its arrival, or ask for a made-up arrival process (--rate)", line)
     try:
         if isinstance(value, bool):
             raise ValueError
@@ -74,5 +72,6 @@ def required(record: dict[str, Any], key: str, wanted: tuple[str, ...], file: Tr
         return record[key]
     except KeyError:
         raise file.error(
-            f"key {key} missing; columns wanted: {', '.join(wanted)}; columns found: {', '.join(map(str, record)) or 'none'}", line
+            f"key {key} missing; columns wanted: {', '.join(wanted)}; columns found: {', '.join(map(str, record)) or 'none'}",
+            line,
         ) from None

@@ -19,6 +19,7 @@ from envs.traces.trace_row import TraceError
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _HEAD_CHARACTERS = 1 << 16
+_WANTED_NOTHING_FOUND = "columns wanted: those of a format, e.g. TIMESTAMP, ContextTokens, GeneratedTokens; columns found: none"
 _ARRAY_GAP = re.compile(r"[\s,]*")
 
 
@@ -52,11 +53,13 @@ class TraceFile:
 
     def check_readable(self) -> None:
         if not self.path.exists():
-            raise self.error("no such file; check the path")
+            raise self.error(f"no such file; {_WANTED_NOTHING_FOUND}; check the path")
         if not self.path.is_file():
-            raise self.error("is a folder, not a file; name the trace file inside it (folders are read for ServeGen and Weka only)")
+            raise self.error(
+                f"is a folder, not a file; {_WANTED_NOTHING_FOUND}; name the file inside (folders: ServeGen and Weka only)"
+            )
         if self.path.stat().st_size == 0:
-            raise self.error("is empty (0 bytes); columns found: none; give a trace with at least one row")
+            raise self.error(f"is empty (0 bytes); {_WANTED_NOTHING_FOUND}; give a trace with at least one row")
 
     @contextlib.contextmanager
     def text(self) -> Iterator[IO[str]]:
@@ -91,7 +94,7 @@ class TraceFile:
         with self.text() as text:
             start = text.read(_HEAD_CHARACTERS)
         if not start.strip():
-            raise self.error("holds nothing but blank lines; columns found: none; give a trace with at least one row")
+            raise self.error(f"holds nothing but blank lines; {_WANTED_NOTHING_FOUND}; give a trace with at least one row")
         stripped = start.lstrip()
         first: Any = None
         if stripped[0] in "{[":
@@ -234,4 +237,6 @@ def _visible_keys(text: str) -> dict[str, Any] | None:
 
 def columns_message(missing: list[str], wanted: tuple[str, ...], found: list[str] | tuple[str, ...]) -> str:
     """One line: which column is missing, the columns wanted and the columns found."""
-    return f"column {', '.join(missing)} missing; columns wanted: {', '.join(wanted)}; columns found: {', '.join(found) or 'none'}"
+    return (
+        f"column {', '.join(missing)} missing; columns wanted: {', '.join(wanted)}; columns found: {', '.join(found) or 'none'}"
+    )

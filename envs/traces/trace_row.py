@@ -62,5 +62,5 @@ class ReadReport:
         if self.kept_as_one_token:
             out.append(f"  kept: {self.kept_as_one_token} rows without output count as one output token")
         if self.rows_out_of_order:
-            out.append(f"  {self.rows_out_of_order} rows arrive before an earlier row of the file; a table sorts them, ties keep file order")
+            out.append(f"  {self.rows_out_of_order} rows arrive before an earlier row; a table sorts them, ties keep file order")
         return out + [f"  note: {text}" for text in self.notes]

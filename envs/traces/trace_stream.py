@@ -31,8 +31,8 @@ class TraceStream:
         if options.service_class is not None:
             self.report.note(f"class {options.service_class!r} of all rows by choice of the caller")
         if reader.needs_arrival and options.arrival is None:
-            what = "a clock per session only" if reader.places_sessions else "no arrival times"
-            raise file.error(f"has {what} (format {reader.name}); ask for a made-up arrival process, e.g. --rate 2 --burstiness 1")
+            what = "arrivals on a clock per session only" if reader.places_sessions else "no arrival times"
+            raise file.error(f"has {what} (format {reader.name}); ask for made-up ones, e.g. --rate 2 --burstiness 1")
         self._wanted = reader.wanted
         self._file = file
         rows = self._served(reader.read(file, options, self.report))
@@ -98,7 +98,8 @@ class TraceStream:
         if report.rows == 0:
             why = f" ({report.rows_left_out} left out: {', '.join(report.left_out)})" if report.left_out else ""
             raise self._file.error(
-                f"holds no usable row{why}; columns wanted: {', '.join(self._wanted)}; columns found: {_found(self._file)}; check the file"
+                f"holds no usable row{why}; columns wanted: {', '.join(self._wanted)}; "
+                f"columns found: {_found(self._file)}; check the file"
             )
 
 
@@ -161,7 +162,9 @@ def _unrecognised(file: TraceFile, head: TraceHead) -> TraceError:
     found = tuple(map(str, head.first)) if isinstance(head.first, dict) else head.columns
     if scores[nearest] == 0:
         shown = ", ".join(found)[:120] or "none"
-        return file.error(f"is of no known format; columns found: {shown}; name columns (--columns) or a format: {', '.join(READERS)}")
+        return file.error(
+            f"is of no known format; columns found: {shown}; name columns (--columns) or a format: {', '.join(READERS)}"
+        )
     wanted = READERS[nearest].wanted
     missing = [name for name in wanted if name not in head.keys]
     return file.error(f"nearest format is {nearest}; {columns_message(missing, wanted, found)}")

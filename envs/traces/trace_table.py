@@ -44,7 +44,14 @@ class TraceTable:
 
     def __post_init__(self) -> None:
         n = self.arrival_s.shape[0]
-        columns = (self.prompt_tokens, self.output_tokens, self.class_index, self.session, self.priority, self.output_limit_tokens)
+        columns = (
+            self.prompt_tokens,
+            self.output_tokens,
+            self.class_index,
+            self.session,
+            self.priority,
+            self.output_limit_tokens,
+        )
         if any(column.shape != (n,) for column in columns) or self.prefix_offsets.shape != (n + 1,):
             raise ValueError(f"TraceTable {self.source!r}: columns differ in length; arrival_s has {n} entries")
         if n and (not np.isfinite(self.arrival_s).all() or np.any(np.diff(self.arrival_s) < 0)):
@@ -99,7 +106,8 @@ class TraceTable:
             raise TraceError(f"slice of {self.source}: start_s={start_s:g} must lie before end_s={end_s:g}")
         if len(self) and (start_s > self.arrival_s[-1] or end_s <= self.arrival_s[0]):
             raise TraceError(
-                f"slice of {self.source}: {start_s:g} to {end_s:g} s lies outside the trace, {self.arrival_s[0]:g} to {self.arrival_s[-1]:g} s"
+                f"slice of {self.source}: {start_s:g} to {end_s:g} s lies outside the trace, "
+                f"{self.arrival_s[0]:g} to {self.arrival_s[-1]:g} s"
             )
         first, last = np.searchsorted(self.arrival_s, (start_s, end_s), side="left")
         part = self.take(np.arange(first, last))
@@ -222,7 +230,9 @@ def table_of_rows(rows: Iterable[TraceRow], source: str, report: ReadReport | No
         raise TraceError(f"{source}: prefix blocks of several sizes ({sorted(sizes)} tokens) in one trace; convert them apart")
     for label, count in unknown.items():
         if report is not None:
-            report.note(f"class {label!r} of {count} rows is none of {', '.join(CLASS_INDEX)}; they count as {report.default_class}")
+            report.note(
+                f"class {label!r} of {count} rows is none of {', '.join(CLASS_INDEX)}; they count as {report.default_class}"
+            )
     return _sorted_table(
         (arrival, prompt, output, limit, priority, classes, session, offsets, ids), tuple(names), sizes, source, report, synthetic
     )
@@ -238,7 +248,8 @@ def _sorted_table(
 ) -> TraceTable:
     kinds = (np.float64, np.int32, np.int32, np.int32, np.int16, np.int8, np.int32, np.int64, np.int64)
     arrival_s, prompt, output, limit, priority, classes, session, offsets, ids = (
-        np.frombuffer(column, dtype=kind) if len(column) else np.empty(0, kind) for column, kind in zip(columns, kinds, strict=True)
+        np.frombuffer(column, dtype=kind) if len(column) else np.empty(0, kind)
+        for column, kind in zip(columns, kinds, strict=True)
     )
     order = np.argsort(arrival_s, kind="stable")
     is_sorted = bool(np.all(np.diff(arrival_s) >= 0))

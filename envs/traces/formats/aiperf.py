@@ -90,10 +90,6 @@ def read(file: TraceFile, options: ReadOptions, report: ReadReport) -> Iterator[
         )
 
 
-
-
-
-
 def _recognise(head: TraceHead) -> bool:
     if not isinstance(head.first, dict):
         return False

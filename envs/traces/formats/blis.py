@@ -16,6 +16,7 @@ import numpy as np
 
 from envs.domain.suggestions import unknown_name
 from envs.traces.arrivals import PROCESSES, stationary_arrivals_s, weibull_shape_of_cv
+from envs.traces.formats.blis_activity import US, rate_level, silent_after_s
 from envs.traces.formats.blis_lengths import LengthDistribution, length_distribution
 from envs.traces.formats.reader import Reader
 from envs.traces.read_options import ReadOptions
@@ -25,8 +26,13 @@ from envs.traces.trace_row import ReadReport, TraceError, TraceRow
 WANTED = ("aggregate_rate", "clients or cohorts")
 BLOCK_TOKENS = 16
 CHUNK_S = 60.0
-US = 1e-6
-CLASS_OF_SLO = {"critical": ("chat", 2), "standard": ("chat", 1), "sheddable": ("chat", 0), "batch": ("batch", 0), "background": ("batch", 0)}
+CLASS_OF_SLO = {
+    "critical": ("chat", 2),
+    "standard": ("chat", 1),
+    "sheddable": ("chat", 0),
+    "batch": ("batch", 0),
+    "background": ("batch", 0),
+}
 REFUSED = ("servegen_data", "inference_perf")
 REFUSED_IN_CLIENT = ("multimodal", "reasoning")
 
@@ -58,36 +64,6 @@ def _shape(arrival: Any, where: str) -> tuple[str, float]:
     return process, 1.0 / cv**2 if process == "gamma" else weibull_shape_of_cv(float(cv))
 
 
-def _level(entry: dict[str, Any]) -> Callable[[float], float]:
-    """Rate over time, 0 to 1, from lifecycle windows, diurnal, spike and drain; several of them multiply."""
-    windows = [(w["start_us"] * US, w["end_us"] * US) for w in (entry.get("lifecycle") or {}).get("windows", [])]
-    diurnal, spike, drain = entry.get("diurnal"), entry.get("spike"), entry.get("drain")
-
-    def level(time_s: float) -> float:
-        value = 1.0
-        if windows:
-            value *= any(start <= time_s < end for start, end in windows)
-        if diurnal:  # a sine through peak and trough whose ratio is the given one, relative to the peak
-            trough = 1.0 / float(diurnal["peak_to_trough_ratio"])
-            phase = math.cos(2 * math.pi * (time_s / 3600.0 - float(diurnal["peak_hour"])) / 24.0)
-            value *= trough + (1.0 - trough) * (1.0 + phase) / 2.0
-        if spike:
-            value *= spike["start_time_us"] * US <= time_s < (spike["start_time_us"] + spike["duration_us"]) * US
-        if drain:
-            value *= min(1.0, max(0.0, 1.0 - (time_s - drain["start_time_us"] * US) / (drain["ramp_duration_us"] * US)))
-        return value
-
-    return level
-
-
-def _last_s(entry: dict[str, Any]) -> float:
-    """Time after which the client is silent for good; infinite for most."""
-    ends = [max((float(w["end_us"]) for w in entry["lifecycle"]["windows"]), default=math.inf)] if entry.get("lifecycle") else []
-    ends += [float(e["start_time_us"]) + float(e["duration_us"]) for e in [entry.get("spike")] if e]
-    ends += [float(e["start_time_us"]) + float(e["ramp_duration_us"]) for e in [entry.get("drain")] if e]
-    return min(ends, default=math.inf) * US
-
-
 def _client(entry: Any, name: str, population: int, aggregate_rate: float, file: TraceFile) -> _Client:
     where = f"{file.path}: client {name}"
     if not isinstance(entry, dict):
@@ -100,7 +76,7 @@ def _client(entry: Any, name: str, population: int, aggregate_rate: float, file:
         raise TraceError(f"{where}: rate_fraction={fraction!r} must be a positive number")
     process, shape = _shape(entry.get("arrival"), where)
     try:
-        level, last_s = _level(entry), _last_s(entry)
+        level, last_s = rate_level(entry), silent_after_s(entry)
         level(0.0)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as fault:
         raise TraceError(f"{where}: lifecycle, diurnal, spike or drain cannot be read ({fault!r})") from fault
@@ -127,7 +103,9 @@ def _clients(document: dict[str, Any], file: TraceFile, rate_scale: float) -> li
         if document.get(key):
             raise file.error(f"{key} is not drawn here; read that data set itself (format servegen), or list clients")
     rate = float(rate) * rate_scale
-    clients = [_client(entry, str((entry or {}).get("id", i)), 1, rate, file) for i, entry in enumerate(document.get("clients") or [])]
+    clients = [
+        _client(entry, str((entry or {}).get("id", i)), 1, rate, file) for i, entry in enumerate(document.get("clients") or [])
+    ]
     for i, entry in enumerate(document.get("cohorts") or []):
         population = entry.get("population") if isinstance(entry, dict) else None
         if not isinstance(population, int) or not 1 <= population <= 100_000:
@@ -150,7 +128,14 @@ def _rows(client: _Client, prefix: tuple[int, ...], end_s: float, rng: np.random
         outputs = client.output.draw(kept.size, rng)
         for time, prompt, output in zip(kept.tolist(), prompts.tolist(), outputs.tolist(), strict=True):
             yield TraceRow(
-                time, int(prompt), int(output), service_class, priority, f"client-{client.name}", prefix, BLOCK_TOKENS if prefix else 0
+                time,
+                int(prompt),
+                int(output),
+                service_class,
+                priority,
+                f"client-{client.name}",
+                prefix,
+                BLOCK_TOKENS if prefix else 0,
             )
         start_s = stop_s
 

@@ -1,4 +1,7 @@
-"""LLMServingSim 2 (JSONL, nanoseconds): flat requests, and agentic sessions of sub-requests. Source: casys-kaist/LLMServingSim."""
+"""LLMServingSim 2 (JSONL, nanoseconds): flat requests, and agentic sessions of sub-requests.
+
+Source: casys-kaist/LLMServingSim.
+"""
 
 from __future__ import annotations
 

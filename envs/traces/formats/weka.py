@@ -98,7 +98,9 @@ def read_sessions(file: TraceFile, options: ReadOptions, report: ReadReport) -> 
 
 
 def _is_sessions(head: TraceHead) -> bool:
-    return isinstance(head.first, dict) and {"id", "requests"} <= head.keys or {"id", "block_size", "hash_id_scope"} <= head.keys
+    if not isinstance(head.first, dict):
+        return False
+    return {"id", "requests"} <= head.keys or {"id", "block_size", "hash_id_scope"} <= head.keys
 
 
 def _is_flat(head: TraceHead) -> bool:
