@@ -102,4 +102,5 @@ def _line(event: yaml.Event) -> int:
 def _yaml_problem(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).replace("\n", " ")
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark is not None else problem
+    context = f"{error.context}, " if isinstance(error, yaml.MarkedYAMLError) and error.context else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {context}{problem}" if mark is not None else problem
