@@ -6,15 +6,18 @@ import copy
 import json
 import os
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envs.domain.plans import RankPlace, TpGroup
 from envs.domain.units import GB
 from envs.scenario import group_check
-from envs.scenario.catalogue import model
+from envs.scenario.catalogue import gpu, link, load_gpus, model
 from envs.scenario.cluster_file import load_cluster, ready_clusters
 from envs.scenario.cluster_spec import ClusterLimits, ScriptedFault
 from envs.scenario.scenario_error import ScenarioError
@@ -74,12 +77,11 @@ def test_the_inner_link_left_out_is_the_slowest_of_the_cards(tmp_path):
 
 
 def test_replica_numbers_fill_the_places(tmp_path):
-    rank = {"gpu": "A100-80G-SXM4", "node": "n-{i//2}", "switch": "s-{i}", "rack": "r{i%2}{i//4}", "count": 4}
-    rank["rack"] = "r{i//4}"
+    rank = {"gpu": "A100-80G-SXM4", "node": "n-{i//2}", "switch": "s-{i//2}{i%2}", "rack": "r{i//4}", "count": 4}
     content = changed(**{"groups.1": {"name": "replica", "count": 8, "ranks": [rank]}})
     groups = load_cluster(written(tmp_path, content)).groups[1:]
     places = [(group.ranks[0].node, group.ranks[0].switch, group.ranks[0].rack, len(group.ranks)) for group in groups]
-    assert places == [(f"n-{i // 2}", f"s-{i}", f"r{i // 4}", 4) for i in range(8)]
+    assert places == [(f"n-{i // 2}", f"s-{i // 2}{i % 2}", f"r{i // 4}", 4) for i in range(8)]
 
 
 def test_limits_prices_and_faults_arrive(tmp_path):
@@ -102,26 +104,20 @@ def test_limits_prices_and_faults_arrive(tmp_path):
 
 
 def test_a_file_brings_its_own_hardware_and_model(tmp_path):
-    gpu = {"name": "Mine", "tflop_per_s": 10, "memory_gib": 8, "memory_gb_per_s": 100, "tdp_w": 50, "kernel_profile": "t4",
+    card = {"name": "Mine", "tflop_per_s": 10, "memory_gib": 8, "memory_gb_per_s": 100, "tdp_w": 50, "kernel_profile": "t4",
            "link": "usb", "source": "me"}  # fmt: skip
-    link = {"name": "usb", "latency_us": 100, "gb_per_s": 0.5, "source": "me"}
+    cable = {"name": "usb", "latency_us": 100, "gb_per_s": 0.5, "source": "me"}
     shapes = {"name": "tiny", "layers": 2, "hidden": 64, "query_heads": 4, "kv_heads": 2, "head_dim": 16, "mlp_width": 128,
               "vocabulary": 512, "context_tokens": 2048, "source": "me"}  # fmt: skip
     content = {
-        "name": "own", "own_gpus": [gpu], "own_links": [link], "own_models": [shapes], "model": {"name": "tiny"},
+        "name": "own", "own_gpus": [card], "own_links": [cable], "own_models": [shapes], "model": {"name": "tiny"},
         "groups": [{"name": "g", "ranks": [{"gpu": "Mine", "node": "n", "count": 2}]}],
     }  # fmt: skip
     spec = load_cluster(written(tmp_path, content))
     assert spec.groups[0].inner_link.beta_s_per_byte == pytest.approx(1 / 0.5e9)
     assert spec.groups[0].inner_link.alpha_s == pytest.approx(100e-6)
     assert spec.limits.context_tokens == 2048  # the model's, which is less than the default
-    assert "Mine" not in group_names_known_elsewhere()
-
-
-def group_names_known_elsewhere():
-    from envs.scenario.catalogue import load_gpus
-
-    return set(load_gpus())
+    assert "Mine" not in load_gpus()  # the catalogue itself is untouched
 
 
 @pytest.mark.parametrize(
@@ -195,11 +191,6 @@ def test_a_model_that_cannot_fit_is_refused_with_the_numbers(tmp_path):
 
 def test_the_memory_bound_counts_one_kv_block():
     """A card with room for the weights and half a block is refused, with room for a whole block it is not."""
-    from dataclasses import replace
-
-    from envs.domain.plans import RankPlace, TpGroup
-    from envs.scenario.catalogue import gpu, link
-
     spec = model("SmolLM2-135M")
     block_bytes = spec.kv_bytes_per_token * 2**19  # half a million tokens: large enough to reach 1 GiB cards
     for share, fits in ((0.5, False), (1.01, True)):
@@ -300,10 +291,31 @@ def test_an_unknown_cluster_name_lists_the_ready_ones():
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["L4", "pcie4", "{i}"])
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3))
-PATHS = ("name", "model", "model.name", "model.kv_dtype", "groups", "groups.0", "groups.0.name", "groups.0.ranks",
-         "groups.0.ranks.0", "groups.0.ranks.0.gpu", "groups.0.ranks.0.node", "groups.0.ranks.0.count", "groups.1.count", "groups.0.inner_link",
-         "groups.0.host_speed", "groups.0.parked", "limits", "limits.queue_limit", "prices", "prices.L4", "faults",
-         "own_gpus", "own_models")  # fmt: skip
+PATHS = (
+    "name",
+    "model",
+    "model.name",
+    "model.kv_dtype",
+    "groups",
+    "groups.0",
+    "groups.0.name",
+    "groups.0.ranks",
+    "groups.0.ranks.0",
+    "groups.0.ranks.0.gpu",
+    "groups.0.ranks.0.node",
+    "groups.0.ranks.0.count",
+    "groups.1.count",
+    "groups.0.inner_link",
+    "groups.0.host_speed",
+    "groups.0.parked",
+    "limits",
+    "limits.queue_limit",
+    "prices",
+    "prices.L4",
+    "faults",
+    "own_gpus",
+    "own_models",
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -319,6 +331,13 @@ def test_any_value_anywhere_is_taken_or_refused_in_one_line(tmp_path_factory, pa
         assert "\n" not in str(error)
     else:
         assert spec.groups
+
+
+def test_the_example_in_the_documentation_loads(tmp_path):
+    text = (Path(__file__).resolve().parents[3] / "docs/clusters.md").read_text(encoding="utf-8")
+    example = text.split("```yaml\n")[1].split("```")[0]
+    spec = load_cluster(written(tmp_path, example))
+    assert [group.ranks[0].node for group in spec.groups] == ["box-0", "shelf-0", "shelf-0", "shelf-1", "shelf-1"]
 
 
 EXPECTED = {
