@@ -84,18 +84,23 @@ def _check_events(path: Path, text: str) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
-            line = event.start_mark.line + 1
+            line = _line(event)
             raise ScenarioError(f"{path}: line {line}: alias *{shown(event.anchor)} is not allowed; write the value out")
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
             depth += 1
             if depth > DEPTH_MAX:
-                line = event.start_mark.line + 1
+                line = _line(event)
                 raise ScenarioError(f"{path}: line {line}: nested deeper than {DEPTH_MAX} levels; flatten it")
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
             depth -= 1
 
 
+def _line(event: yaml.Event) -> int:
+    return event.start_mark.line + 1 if event.start_mark is not None else 0
+
+
 def _yaml_problem(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).replace("\n", " ")
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark is not None else problem
+    context = f"{error.context}, " if isinstance(error, yaml.MarkedYAMLError) and error.context else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {context}{problem}" if mark is not None else problem
