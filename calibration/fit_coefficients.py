@@ -21,7 +21,7 @@ import numpy as np
 from calibration import measurements as M
 from calibration.kernel_fits import AttentionFit, GemmFit, affine_s, fit_affine, fit_attention, fit_gemm, score, split_rows
 from calibration.measurements import SOURCES, LayerGemms, Peaks, Timings
-from calibration.step_fits import HelixFit, Kernels, StepFit, fit_helix, fit_splitwise
+from calibration.step_fits import SPLITWISE_RANKS, EagerFit, HelixFit, HostFit, Kernels, fit_helix, fit_splitwise, fit_vllm_run
 from envs.perf_model.coefficients import CONTEXT_KNOTS, SCHEMA_VERSION, parse_profiles
 
 SEED = 20240611
@@ -44,6 +44,8 @@ class Measured:
     all_reduce_link: str = ""
     splitwise: str = ""
     network: str = ""
+    vllm_run: str = ""
+    link_bandwidth: bool = False
     stand_in: str = ""
 
 
@@ -56,25 +58,38 @@ def _aic(gpu: str) -> Callable[[Path], tuple[Timings, Timings]]:
 
 
 MEASURED: dict[str, Measured] = {
-    "a100": Measured("A100-80G-SXM4", _vidur("a100"), "vidur", lambda d: M.vidur_elementwise(d, "a100"), _aic("a100_sxm"),
-                     "aiconfigurator", "a100_sxm", "nvlink3", "a100-80gb", "a100_dgx"),
-    "h100": Measured("H100-SXM5", _vidur("h100"), "vidur", lambda d: M.vidur_elementwise(d, "h100"), _aic("h100_sxm"),
-                     "aiconfigurator", "h100_sxm", "nvlink4", "h100-80gb"),
+    "rtx4090": Measured(
+        "RTX4090", lambda d: M.llmservingsim_gemms(d, "RTX4090"), "llmservingsim",
+        lambda d: M.llmservingsim_elementwise(d, "RTX4090"), lambda d: M.llmservingsim_attention(d, "RTX4090"),
+        "llmservingsim", vllm_run="RTX4090", stand_in="l40s",
+    ),
+    "rtxpro6000": Measured(
+        "RTXPRO6000-Server", lambda d: M.llmservingsim_gemms(d, "RTXPRO6000"), "llmservingsim",
+        lambda d: M.llmservingsim_elementwise(d, "RTXPRO6000"), lambda d: M.llmservingsim_attention(d, "RTXPRO6000"),
+        "llmservingsim", "rtx_pro_6000_server", "pcie5", vllm_run="RTXPRO6000",
+    ),
+    "a100": Measured(
+        "A100-80G-SXM4", _vidur("a100"), "vidur", lambda d: M.vidur_elementwise(d, "a100"), _aic("a100_sxm"),
+        "aiconfigurator", "a100_sxm", "nvlink3", "a100-80gb", "a100_dgx", stand_in="rtxpro6000",
+    ),
+    "h100": Measured(
+        "H100-SXM5", _vidur("h100"), "vidur", lambda d: M.vidur_elementwise(d, "h100"), _aic("h100_sxm"),
+        "aiconfigurator", "h100_sxm", "nvlink4", "h100-80gb", stand_in="rtxpro6000",
+    ),
     "a40": Measured("A40", _vidur("a40"), "vidur", lambda d: M.vidur_elementwise(d, "a40"), None, stand_in="a100"),
-    "b200": Measured("B200-SXM", lambda d: M.aiconfigurator_gemms(d, "b200_sxm"), "aiconfigurator", None, _aic("b200_sxm"),
-                     "aiconfigurator", "b200_sxm", "nvlink5", stand_in="h100"),
-    "l40s": Measured("L40S", lambda d: M.aiconfigurator_gemms(d, "l40s"), "aiconfigurator", None, _aic("l40s"),
-                     "aiconfigurator", "l40s", "pcie4 host without peer access", stand_in="rtx4090"),
-    "rtx4090": Measured("RTX4090", lambda d: M.llmservingsim_gemms(d, "RTX4090"), "llmservingsim",
-                        lambda d: M.llmservingsim_elementwise(d, "RTX4090"), lambda d: M.llmservingsim_attention(d, "RTX4090"),
-                        "llmservingsim", stand_in="h100"),
-    "rtxpro6000": Measured("RTXPRO6000-Server", lambda d: M.llmservingsim_gemms(d, "RTXPRO6000"), "llmservingsim",
-                           lambda d: M.llmservingsim_elementwise(d, "RTXPRO6000"),
-                           lambda d: M.llmservingsim_attention(d, "RTXPRO6000"), "llmservingsim",
-                           "rtx_pro_6000_server", "pcie5 host", stand_in="h100"),
+    "b200": Measured(
+        "B200-SXM", lambda d: M.aiconfigurator_gemms(d, "b200_sxm"), "aiconfigurator", None, _aic("b200_sxm"),
+        "aiconfigurator", "b200_sxm", "nvlink5", stand_in="h100",
+    ),
+    # Its host reached 2.5 GB/s (no peer access), a fault of that host: latency is used, bandwidth is the declared link's.
+    "l40s": Measured(
+        "L40S", lambda d: M.aiconfigurator_gemms(d, "l40s"), "aiconfigurator", None, _aic("l40s"),
+        "aiconfigurator", "l40s", "pcie4", link_bandwidth=True, stand_in="rtx4090",
+    ),
 }  # fmt: skip
 HELIX_MACHINES = {"v100": ("V100-SXM2-16G", "v100"), "l4": ("L4", "l4"), "t4": ("T4", "t4")}
-FIT_ORDER = ("a100", "h100", "a40", "rtx4090", "rtxpro6000", "b200", "l40s")
+FIT_ORDER = ("rtxpro6000", "rtx4090", "a100", "h100", "a40", "b200", "l40s")
+"""A profile comes after its stand-in; rtx4090 takes its all-reduce from l40s in a second pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +97,14 @@ class Fitted:
     """Everything fitted for one profile, before it becomes JSON."""
 
     kernels: Kernels
-    step: StepFit
+    host: HostFit
+    eager: EagerFit | None
     all_reduce: dict[int, tuple[float, float, float]]
     errors: Errors
     provenance: dict[str, str]
     borrowed: dict[str, str]
     all_reduce_link: str = ""
+    link_bandwidth: bool = False
     cross_node: tuple[tuple[float, float, float, float], ...] = ()
 
 
@@ -117,9 +134,11 @@ def leave_one_model_out(gemms: LayerGemms, peaks: Peaks, rng: np.random.Generato
     return score(np.concatenate(predicted), np.concatenate(measured))
 
 
-def _fit_attention_family(timings: Timings, peak: float, family: str, rng: np.random.Generator) -> tuple[AttentionFit, Errors]:
+def _fit_attention_family(
+    timings: Timings, peak: float, family: str, overhead_s: float | None, rng: np.random.Generator
+) -> tuple[AttentionFit, Errors]:
     fitted, held = split_rows(len(timings), rng)
-    fit = fit_attention(timings.rows(fitted), peak)
+    fit = fit_attention(timings.rows(fitted), peak, overhead_s)
     unseen = timings.rows(held)
     return fit, {
         family: score(fit.time_s(unseen, peak), unseen.measured_s),
@@ -133,18 +152,19 @@ def _fit_affine_family(timings: Timings, rng: np.random.Generator) -> tuple[floa
     return alpha_s, beta, timings.rows(held)
 
 
-def fit_all_reduce(data: Path, gpu: str, rng: np.random.Generator) -> tuple[dict[int, tuple[float, float, float]], Errors]:
+def fit_all_reduce(data: Path, gpu: str, rng: np.random.Generator) -> tuple[dict[int, tuple[float, float, float]], Errors, int]:
     """{ranks: (alpha_s, beta, eager alpha_s)} of vLLM's custom all-reduce up to 64 MiB, and the graph fit's error."""
     found: dict[int, tuple[float, float, float]] = {}
-    predicted, measured = [], []
+    predicted, measured, rows = [], [], 0
     for ranks in (2, 4, 8):
         graph, eager = (M.aiconfigurator_all_reduce(data, gpu, ranks, backend) for backend in ("graph", "eager"))
         alpha_s, beta, unseen = _fit_affine_family(graph.rows(graph.work <= ALL_REDUCE_BYTES_MAX), rng)
         predicted.append(affine_s(alpha_s, beta)(unseen))
         measured.append(unseen.measured_s)
+        rows += len(graph) + len(eager)
         small = eager.measured_s[eager.work <= 64 * 1024]
         found[ranks] = (alpha_s, beta, max(float(np.median(small)), alpha_s))
-    return found, {"all_reduce": score(np.concatenate(predicted), np.concatenate(measured))}
+    return found, {"all_reduce": score(np.concatenate(predicted), np.concatenate(measured))}, rows
 
 
 def fit_cross_node(data: Path, network: str, rng: np.random.Generator) -> tuple[tuple[tuple[float, float, float, float], ...], Errors]:
@@ -171,9 +191,9 @@ def fit_measured(name: str, data: Path, done: dict[str, Fitted], rng: np.random.
         errors["gemm_unseen_model"] = leave_one_model_out(gemms, peaks, rng)
     if entry.attention is not None:
         prefill_rows, decode_rows = entry.attention(data)
-        prefill, found = _fit_attention_family(prefill_rows, peaks.flop_per_s, "prefill_attention", rng)
-        decode, found_decode = _fit_attention_family(decode_rows, peaks.memory_bytes_per_s, "decode_attention", rng)
-        errors |= found | found_decode
+        decode, found = _fit_attention_family(decode_rows, peaks.memory_bytes_per_s, "decode_attention", None, rng)
+        prefill, found_prefill = _fit_attention_family(prefill_rows, peaks.flop_per_s, "prefill_attention", decode.overhead_s, rng)
+        errors |= found | found_prefill
         provenance["attention"] = _provenance(entry.attention_source, len(prefill_rows) + len(decode_rows), entry.gpu)
     else:
         assert stand_in is not None
@@ -188,10 +208,10 @@ def fit_measured(name: str, data: Path, done: dict[str, Fitted], rng: np.random.
         elementwise = _scaled_elementwise(done[entry.stand_in].kernels, peaks)
         borrowed["elementwise"] = f"{entry.stand_in}, scaled by memory bandwidth"
     kernels = Kernels(peaks, gemm, prefill, decode, elementwise, {})
-    return _with_collectives_and_step(name, data, done, rng, Fitted(kernels, _NO_STEP, {}, errors, provenance, borrowed))
+    return _with_collectives_and_step(name, data, done, rng, Fitted(kernels, _NO_HOST, None, {}, errors, provenance, borrowed))
 
 
-_NO_STEP = StepFit(0.0, 0.0, 0.0, {})
+_NO_HOST = HostFit(0.0, 0.0, {})
 
 
 def _scaled_elementwise(source: Kernels, peaks: Peaks) -> tuple[float, float]:
@@ -204,24 +224,30 @@ def _with_collectives_and_step(name: str, data: Path, done: dict[str, Fitted], r
     provenance, borrowed, errors = dict(fitted.provenance), dict(fitted.borrowed), dict(fitted.errors)
     all_reduce: dict[int, tuple[float, float, float]] = {}
     if entry.all_reduce_gpu:
-        all_reduce, found = fit_all_reduce(data, entry.all_reduce_gpu, rng)
+        all_reduce, found, reduce_rows = fit_all_reduce(data, entry.all_reduce_gpu, rng)
         errors |= found
-        provenance["all_reduce"] = _provenance("aiconfigurator", 0, f"{entry.all_reduce_gpu} custom all-reduce, {entry.all_reduce_link}")
+        provenance["all_reduce"] = _provenance("aiconfigurator", reduce_rows, f"{entry.all_reduce_gpu} custom all-reduce, {entry.all_reduce_link}")
     cross_node: tuple[tuple[float, float, float, float], ...] = ()
     if entry.network:
         cross_node, found = fit_cross_node(data, entry.network, rng)
         errors |= found
-        provenance["all_reduce_cross_node"] = _provenance("vidur", 0, f"{entry.network}, NCCL")
+        provenance["all_reduce_cross_node"] = _provenance("vidur", int(found["all_reduce_cross_node"]["rows"] * 3), f"{entry.network}, NCCL")
     kernels = replace(fitted.kernels, all_reduce={ranks: row[:2] for ranks, row in all_reduce.items()})
+    eager: EagerFit | None = None
     if entry.splitwise:
         rows = M.splitwise_iterations(data, entry.splitwise)
-        step = fit_splitwise(kernels, rows, rng)
-        errors |= step.errors
-        provenance["step"] = _provenance("splitwise", len(rows), f"{entry.splitwise}, Llama-2-70B TP 2, 4, 8, vLLM of 2023, eager")
+        eager = fit_splitwise(kernels, rows, rng)
+        errors |= eager.errors
+        provenance["eager"] = _provenance("splitwise", len(rows), f"{entry.splitwise}, Llama-2-70B TP 2, 4, 8, vLLM of 2023")
+    if entry.vllm_run:
+        seconds = M.vllm_run_seconds(data, entry.vllm_run)
+        host = fit_vllm_run(kernels, seconds, rng)
+        errors |= host.errors
+        provenance["step"] = _provenance("llmservingsim", len(seconds), "seconds of a served Llama-3.1-8B, vLLM 0.19, CUDA graphs")
     else:
-        step = replace(done[entry.stand_in].step, errors={})
-        borrowed["step"] = entry.stand_in
-    return Fitted(kernels, step, all_reduce, errors, provenance, borrowed, entry.all_reduce_link, cross_node)
+        host = replace(done[entry.stand_in].host, errors={})
+        borrowed["step"] = done[entry.stand_in].borrowed.get("step", entry.stand_in)
+    return Fitted(kernels, host, eager, all_reduce, errors, provenance, borrowed, entry.all_reduce_link, entry.link_bandwidth, cross_node)
 
 
 def fit_helix_profile(name: str, data: Path, done: dict[str, Fitted], reference: HelixFit, rng: np.random.Generator) -> Fitted:
@@ -241,10 +267,22 @@ def fit_helix_profile(name: str, data: Path, done: dict[str, Fitted], reference:
     borrowed = {
         "attention": "a100, efficiencies scaled by Helix's layer times of this GPU against A100-40G",
         "elementwise": "zero: contained in Helix's layer times",
-        "step": "a100",
+        "step": "rtxpro6000",
     }
     provenance = {"gemm": _provenance("helix", len(rows), f"{machine}, whole layers of Llama-1-30B and Llama-2-70B, times rounded")}
-    return Fitted(kernels, replace(done["a100"].step, errors={}), {}, helix.errors, provenance, borrowed)
+    return Fitted(kernels, replace(done["rtxpro6000"].host, errors={}), None, {}, helix.errors, provenance, borrowed)
+
+
+def _lend_all_reduce(done: dict[str, Fitted], lender: str, borrowers: tuple[str, ...]) -> None:
+    """Latency of the custom all-reduce over PCIe 4 for cards whose own was not measured; bandwidth stays the link's."""
+    for name in borrowers:
+        done[name] = replace(
+            done[name],
+            all_reduce=done[lender].all_reduce,
+            all_reduce_link=done[lender].all_reduce_link,
+            link_bandwidth=True,
+            borrowed=done[name].borrowed | {"all_reduce": f"{lender}, latency over {done[lender].all_reduce_link} only"},
+        )
 
 
 def to_json(fitted: Fitted) -> dict[str, Any]:
@@ -262,10 +300,11 @@ def to_json(fitted: Fitted) -> dict[str, Any]:
         "attention_overhead_s": kernels.decode.overhead_s,
         "elementwise_s_per_byte": kernels.elementwise[1],
         "elementwise_overhead_s": kernels.elementwise[0],
-        "step_base_s": fitted.step.base_s,
-        "step_per_sequence_s": fitted.step.per_sequence_s,
-        "eager_floor_s_per_layer": fitted.step.eager_floor_s_per_layer,
+        "step_base_s": fitted.host.base_s,
+        "step_per_sequence_s": fitted.host.per_sequence_s,
+        "eager": None if fitted.eager is None else _eager_json(fitted.eager),
         "all_reduce_link": fitted.all_reduce_link,
+        "all_reduce_uses_link_bandwidth": fitted.link_bandwidth,
         "all_reduce_ranks": ranks,
         "all_reduce_alpha_s": [fitted.all_reduce[r][0] for r in ranks],
         "all_reduce_beta_s_per_byte": [fitted.all_reduce[r][1] for r in ranks],
@@ -276,6 +315,17 @@ def to_json(fitted: Fitted) -> dict[str, Any]:
         "held_out_error": fitted.errors,
     }
     return {key: _rounded(value) for key, value in entry.items()}
+
+
+def _eager_json(eager: EagerFit) -> dict[str, Any]:
+    return {
+        "base_s": eager.base_s,
+        "per_sequence_s": eager.per_sequence_s,
+        "decode_floor_s_per_layer": eager.decode_floor_s_per_layer,
+        "prefill_floor_s_per_layer": eager.prefill_floor_s_per_layer,
+        "ranks": list(SPLITWISE_RANKS),
+        "extra_beta_s_per_byte": [eager.extra_beta_s_per_byte[ranks] for ranks in SPLITWISE_RANKS],
+    }
 
 
 def _rounded(value: Any) -> Any:
@@ -294,9 +344,11 @@ def fit_all(data: Path) -> dict[str, Any]:
     done: dict[str, Fitted] = {}
     for name in FIT_ORDER:
         done[name] = fit_measured(name, data, done, rngs[name])
+    _lend_all_reduce(done, "l40s", ("rtx4090",))
     reference = fit_helix(M.helix_layer_times(data, "a100"), M.peaks_of(data, "A100-40G-SXM4"), np.random.default_rng(SEED))
     for name in HELIX_MACHINES:
         done[name] = fit_helix_profile(name, data, done, reference, rngs[name])
+    _lend_all_reduce(done, "l40s", ("l4", "a40"))
     return {
         "schema_version": SCHEMA_VERSION,
         "seed": SEED,

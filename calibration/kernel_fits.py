@@ -146,14 +146,16 @@ def fit_attention(timings: Timings, peak: float, overhead_s: float | None = None
 
 def fit_affine(timings: Timings, alpha_max_s: float = 1e-2) -> tuple[float, float]:
     """(alpha_s, beta) of measured = alpha + beta * work in relative error, robustly."""
-    scale_s = float(np.median(timings.measured_s))
-    scale_work = float(np.median(timings.work))
+    start_alpha_s = float(timings.measured_s[timings.work <= np.quantile(timings.work, 0.25)].min())
+    start_beta = float(timings.measured_s[timings.work.argmax()] / timings.work.max())
 
     def errors(theta: FloatArray) -> FloatArray:
-        return np.asarray(np.log(theta[0] * scale_s + theta[1] * scale_s / scale_work * timings.work) - np.log(timings.measured_s))
+        predicted = theta[0] * start_alpha_s + theta[1] * start_beta * timings.work
+        return np.asarray(np.log(predicted / timings.measured_s))
 
-    solved = least_squares(errors, x0=[0.5, 0.5], bounds=([1e-6, 1e-9], [alpha_max_s / scale_s, 1e4]), loss="soft_l1", f_scale=0.1)
-    return float(solved.x[0]) * scale_s, float(solved.x[1]) * scale_s / scale_work
+    bounds = ([1e-3, 1e-3], [max(alpha_max_s / start_alpha_s, 2.0), 10.0])
+    solved = least_squares(errors, x0=[1.0, 1.0], bounds=bounds, loss="soft_l1", f_scale=0.1)
+    return float(solved.x[0]) * start_alpha_s, float(solved.x[1]) * start_beta
 
 
 def affine_s(alpha_s: float, beta: float) -> Callable[[Timings], FloatArray]:

@@ -269,6 +269,30 @@ def splitwise_iterations(data: Path, hardware: str) -> pd.DataFrame:
     ).reset_index(drop=True)
 
 
+def vllm_run_seconds(data: Path, hardware: str) -> pd.DataFrame:
+    """Seconds of the served Llama-3.1-8B run without any prompt work: columns sequences, kv_tokens, step_s.
+
+    Mean of the running counts at both ends of a second, since requests finish inside it; seconds with under 4 sequences
+    or one next to prompt work are dropped. KV tokens are recounted from the requests' own stamps.
+    """
+    folder = data / "llmservingsim" / "vllm_runs" / hardware / "Llama-3.1-8B" / "vllm"
+    table = pd.read_csv(folder / "timeseries.csv.gz")
+    requests = pd.read_json(folder / "requests.jsonl.gz", lines=True)
+    # The sampler's clock starts with the run; the last token of the last request falls into its last busy second.
+    start = requests["last_token_ts"].max() - table.loc[table["gen_throughput"] > 0, "t"].max() + 0.5
+    quiet = table["prompt_throughput"].eq(0) & table["prompt_throughput"].shift(1).eq(0)
+    running = (table["running"] + table["running"].shift(1)) / 2
+    chosen = quiet & running.ge(4) & table["gen_throughput"].gt(0)
+    rows = []
+    for second, sequences, generated in zip(table["t"][chosen], running[chosen], table["gen_throughput"][chosen], strict=True):
+        now = start + second - 0.5
+        alive = requests[(requests["first_token_ts"] <= now) & (requests["last_token_ts"] > now)]
+        done = (now - alive["first_token_ts"]) / (alive["last_token_ts"] - alive["first_token_ts"])
+        held = float((alive["input_toks"] + done * alive["output_toks"]).sum())
+        rows.append((float(sequences), held * float(sequences) / max(len(alive), 1), float(sequences) / float(generated)))
+    return pd.DataFrame(rows, columns=["sequences", "kv_tokens", "step_s"])
+
+
 def _join(parts: list[Timings]) -> Timings:
     return Timings(*(np.concatenate([getattr(part, field) for part in parts]) for field in ("work", "context", "measured_s")))
 

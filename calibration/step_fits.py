@@ -99,44 +99,105 @@ def splitwise_operations_s(kernels: Kernels, rows: pd.DataFrame, phase: str) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class StepFit:
-    """Host time of a step and the eager floor, with scores on held-out rows."""
+class HostFit:
+    """Host time of a step of a current engine with CUDA graphs: base_s + per_sequence_s * sequences, added to the device's."""
 
     base_s: float
     per_sequence_s: float
-    eager_floor_s_per_layer: float
     errors: dict[str, dict[str, float]]
 
 
-def fit_splitwise(kernels: Kernels, rows: pd.DataFrame, rng: np.random.Generator) -> StepFit:
-    """Host time per decode step from token_s less the operations, the eager floor from the smallest prompts.
+def fit_vllm_run(kernels: Kernels, seconds: pd.DataFrame, rng: np.random.Generator) -> HostFit:
+    """Host time from seconds of a served run in which no prompt was computed: step = running / generated per second.
 
-    decode: measured = operations + base + per_sequence * batch, non-negative, in relative error.
-    prefill: measured = max(operations, floor * layers) + base + per_sequence * batch, floor in log error.
+    Args: `seconds` with columns sequences, kv_tokens, step_s (see measurements.vllm_run_seconds), Llama-3.1-8B on one GPU.
     """
-    fitted, held = split_rows(len(rows), rng)
-    operations = splitwise_operations_s(kernels, rows, "token")
-    measured = rows["token_s"].to_numpy(float)
-    batch = rows["batch"].to_numpy(float)
+    fitted, held = split_rows(len(seconds), rng)
+    batch, kv_tokens, measured = (seconds[name].to_numpy(float) for name in ("sequences", "kv_tokens", "step_s"))
+    operations = operations_s(kernels, LLAMA31_8B, 1, batch, batch, np.zeros_like(batch), kv_tokens)
     design = np.stack([np.ones_like(batch), batch], axis=1) / measured[:, None]
-    target = (measured - operations) / measured
-    (base_s, per_sequence_s), _ = nnls(design[fitted], target[fitted])
+    (base_s, per_sequence_s), _ = nnls(design[fitted], ((measured - operations) / measured)[fitted])
     host_s = base_s + per_sequence_s * batch
-    prompt_operations = splitwise_operations_s(kernels, rows, "prompt")
-    prompt = rows["prompt_s"].to_numpy(float)
+    return HostFit(
+        float(base_s),
+        float(per_sequence_s),
+        {
+            "served_decode_step": score((operations + host_s)[held], measured[held]),
+            "served_decode_operations_only": score(operations[held], measured[held]),
+        },
+    )
 
-    def floor_errors(theta: FloatArray) -> FloatArray:
-        predicted = np.maximum(prompt_operations, theta[0] * 1e-3 * LLAMA2_70B.layers) + host_s
-        return np.asarray(np.log(predicted[fitted] / prompt[fitted]))
 
-    floor_s = float(least_squares(floor_errors, x0=[0.6], bounds=([0.0], [5.0]), loss="soft_l1", f_scale=0.1).x[0]) * 1e-3
+@dataclass(frozen=True, slots=True)
+class EagerFit:
+    """An eager engine's step: max(device, floor * layers) + base + per_sequence * sequences; the host launches kernel by kernel.
+
+    extra_beta_s_per_byte: by rank count (2, 4, 8), what a byte of an all-reduce took beyond the custom kernel's beta in prefill.
+    """
+
+    base_s: float
+    per_sequence_s: float
+    decode_floor_s_per_layer: float
+    prefill_floor_s_per_layer: float
+    extra_beta_s_per_byte: dict[int, float]
+    errors: dict[str, dict[str, float]]
+
+
+SPLITWISE_RANKS = (2, 4, 8)
+TP2_KV_TOKENS_MAX = 18_000
+"""KV tokens of Llama-2-70B that two 80 GB cards hold beside the weights (0.9 * 160 GB - 138 GB, 328 kB a token).
+
+Rows beyond it ran in waves: their prompt_time is the first wave's only, so they say nothing of an iteration.
+"""
+
+
+def fits_memory(rows: pd.DataFrame) -> FloatArray:
+    """Mask of splitwise rows whose whole batch fits at once."""
+    return ((rows["tp"] > 2) | (rows["batch"] * (rows["prompt"] + rows["output"]) <= TP2_KV_TOKENS_MAX)).to_numpy()
+
+
+def fit_splitwise(kernels: Kernels, rows: pd.DataFrame, rng: np.random.Generator) -> EagerFit:
+    """Fit the eager host to splitwise-sim's decode iterations (token_s), then floor and extra beta to its prompts."""
+    rows = rows[fits_memory(rows)].reset_index(drop=True)
+    fitted, held = split_rows(len(rows), rng)
+    layers = LLAMA2_70B.layers
+    batch = rows["batch"].to_numpy(float)
+    decode_operations, token = splitwise_operations_s(kernels, rows, "token"), rows["token_s"].to_numpy(float)
+
+    def decode_s(theta: FloatArray) -> FloatArray:  # ms a layer, ms, ms a sequence
+        return np.asarray(np.maximum(decode_operations, theta[0] * 1e-3 * layers) + (theta[1] + theta[2] * batch) * 1e-3)
+
+    decode = least_squares(
+        lambda theta: np.log(decode_s(theta) / token)[fitted],
+        x0=[0.4, 8.0, 0.1],
+        bounds=([0.0, 0.0, 0.0], [2.0, 50.0, 5.0]),
+        loss="soft_l1",
+        f_scale=0.05,
+    ).x
+    prompt_operations, prompt = splitwise_operations_s(kernels, rows, "prompt"), rows["prompt_s"].to_numpy(float)
+    moved = 2 * layers * NUMBER_BYTES * LLAMA2_70B.hidden * batch * rows["prompt"].to_numpy(float)
+    by_ranks = np.stack([(rows["tp"] == ranks).to_numpy() * moved for ranks in SPLITWISE_RANKS], axis=1)
+    host_s = (decode[1] + decode[2] * batch) * 1e-3
+
+    def prompt_s(theta: FloatArray) -> FloatArray:  # ms a layer, then s per 1e11 bytes by ranks
+        return np.asarray(np.maximum(prompt_operations + by_ranks @ theta[1:] * 1e-11, theta[0] * 1e-3 * layers) + host_s)
+
+    prefill = least_squares(
+        lambda theta: np.log(prompt_s(theta) / prompt)[fitted],
+        x0=[0.5, 0.5, 0.5, 0.5],
+        bounds=([0.0] * 4, [2.0, 50.0, 50.0, 50.0]),
+        loss="soft_l1",
+        f_scale=0.05,
+    ).x
     errors = {
-        "decode_iteration": score((operations + host_s)[held], measured[held]),
-        "decode_operations_only": score(operations[held], measured[held]),
-        "prefill_iteration": score((np.maximum(prompt_operations, floor_s * LLAMA2_70B.layers) + host_s)[held], prompt[held]),
-        "prefill_operations_only": score(prompt_operations[held], prompt[held]),
+        "eager_decode_iteration": score(decode_s(decode)[held], token[held]),
+        "eager_decode_operations_only": score(decode_operations[held], token[held]),
+        "eager_prefill_iteration": score(prompt_s(prefill)[held], prompt[held]),
+        "eager_prefill_operations_only": score(prompt_operations[held], prompt[held]),
     }
-    return StepFit(float(base_s), float(per_sequence_s), floor_s, errors)
+    extra = {ranks: float(value) * 1e-11 for ranks, value in zip(SPLITWISE_RANKS, prefill[1:], strict=True)}
+    floors = float(decode[0]) * 1e-3, float(prefill[0]) * 1e-3
+    return EagerFit(float(decode[1]) * 1e-3, float(decode[2]) * 1e-3, *floors, extra, errors)
 
 
 @dataclass(frozen=True, slots=True)

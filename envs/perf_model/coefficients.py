@@ -33,6 +33,34 @@ EFFICIENCY_MAX = 1.15
 
 
 @dataclass(frozen=True, slots=True)
+class EagerHost:
+    """An engine without CUDA graphs (vLLM of 2023): step = max(device_s, floor * layers) + base_s + per_sequence_s * sequences.
+
+    The host launches kernel by kernel, so a short device step waits for it. extra_beta_s_per_byte, by `ranks`: what one
+    all-reduced byte took in prefill beyond the profile's beta.
+    """
+
+    base_s: float
+    per_sequence_s: float
+    decode_floor_s_per_layer: float
+    prefill_floor_s_per_layer: float
+    ranks: tuple[int, ...]
+    extra_beta_s_per_byte: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("base_s", "per_sequence_s", "decode_floor_s_per_layer", "prefill_floor_s_per_layer"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"EagerHost: {name}={getattr(self, name)} must be seconds in [0, 1); did milliseconds slip in?")
+        if len(self.ranks) != len(self.extra_beta_s_per_byte):
+            raise ValueError(f"EagerHost: extra_beta_s_per_byte={self.extra_beta_s_per_byte} needs one entry per rank count {self.ranks}")
+
+    def step_s(self, device_s: float, layers: int, sequences: float, is_prefill: bool) -> float:
+        """Seconds of a whole step whose device work takes `device_s`."""
+        floor_s = (self.prefill_floor_s_per_layer if is_prefill else self.decode_floor_s_per_layer) * layers
+        return max(device_s, floor_s) + self.base_s + self.per_sequence_s * sequences
+
+
+@dataclass(frozen=True, slots=True)
 class KernelProfile:
     """What one GPU's kernels reach. All times are of one rank; efficiencies are fractions of datasheet peaks.
 
@@ -45,8 +73,10 @@ class KernelProfile:
       small kernels of a layer (norms, rope, activation, adds): elementwise_overhead_s + elementwise_s_per_byte * activation_bytes,
           activation_bytes = 2 * tokens * (8 * hidden + 2 * (query + key width of the rank) + 3 * MLP width of the rank)
       all-reduce over r ranks of one host: alpha[r] + beta[r] * bytes; alpha of a captured CUDA graph, the eager one apart
-      step: layers + step_base_s + step_per_sequence_s * sequences; an eager engine needs at least eager_floor_s_per_layer a layer
+      step: layers + output head + step_base_s + step_per_sequence_s * sequences, an engine of 2026 with CUDA graphs;
+          an eager engine of 2023 is `eager`, where it was measured
     The residuals of attention average 1: leaving them out keeps the efficiency's own error (held_out_error "..._plain").
+    all_reduce_link names the link of that host; with all_reduce_uses_link_bandwidth only alpha is to be trusted.
     `cross_node_all_reduce` rows are (ranks, ranks per node, alpha_s, beta_s_per_byte), for checking link models only.
     `borrowed` names the fields' families ("attention", "elementwise", "all_reduce", "step") that were not measured on this
     GPU, with whose numbers stand in. Empty all_reduce_* tuples: not measured, use the links.
@@ -66,8 +96,9 @@ class KernelProfile:
     elementwise_overhead_s: float
     step_base_s: float
     step_per_sequence_s: float
-    eager_floor_s_per_layer: float
+    eager: EagerHost | None
     all_reduce_link: str
+    all_reduce_uses_link_bandwidth: bool
     all_reduce_ranks: tuple[int, ...]
     all_reduce_alpha_s: tuple[float, ...]
     all_reduce_beta_s_per_byte: tuple[float, ...]
@@ -87,7 +118,6 @@ class KernelProfile:
             "elementwise_overhead_s",
             "step_base_s",
             "step_per_sequence_s",
-            "eager_floor_s_per_layer",
         ):
             self._require(name, 0.0 <= getattr(self, name) < 1.0, "must be seconds in [0, 1); did milliseconds slip in?")
         for name, knots in (("gemm_residual", TOKEN_KNOTS), ("prefill_residual", CONTEXT_KNOTS), ("decode_residual", CONTEXT_KNOTS)):
@@ -156,6 +186,10 @@ def _parse_profile(name: str, entry: Mapping[str, Any]) -> KernelProfile:
             values[key] = MappingProxyType({str(k): str(v) for k, v in value.items()})
         elif key == "all_reduce_link":
             values[key] = str(value)
+        elif key == "all_reduce_uses_link_bandwidth":
+            values[key] = bool(value)
+        elif key == "eager":
+            values[key] = None if value is None else _parse_eager(name, value)
         elif key == "all_reduce_ranks":
             values[key] = tuple(int(item) for item in value)
         elif key == "cross_node_all_reduce":
@@ -165,6 +199,16 @@ def _parse_profile(name: str, entry: Mapping[str, Any]) -> KernelProfile:
         else:
             values[key] = _finite(name, key, value)
     return KernelProfile(name=name, **values)
+
+
+def _parse_eager(name: str, value: Mapping[str, Any]) -> EagerHost:
+    wanted = {field.name for field in fields(EagerHost)}
+    if set(value) != wanted:
+        raise ValueError(f"kernel profile {name!r}: eager has keys {sorted(value)}, wanted {sorted(wanted)}; refit the coefficients")
+    numbers = {key: item if isinstance(item, list) else _finite(name, f"eager.{key}", item) for key, item in value.items()}
+    ranks = tuple(int(item) for item in value["ranks"])
+    extra = tuple(_finite(name, "eager.extra_beta_s_per_byte", item) for item in value["extra_beta_s_per_byte"])
+    return EagerHost(**{**numbers, "ranks": ranks, "extra_beta_s_per_byte": extra})
 
 
 def _parse_error(name: str, family: str, error: Mapping[str, Any]) -> Mapping[str, float]:
