@@ -6,7 +6,7 @@ import json
 import os
 import time
 from dataclasses import replace
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, permutations
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +60,7 @@ def small_problems(draw: st.DrawFn, kinds: int | None = None):
     model = ModelSpec("tiny", 2, 64, kv_heads * per_run, kv_heads, 16, 16 * draw(st.integers(1, 6)), draw(st.integers(3, 8)))
     ranks = draw(st.integers(1, min(3, model.query_heads)))
     rate = st.floats(0.2, 5.0)
-    speed = RankSpeed(
-        np.array([draw(rate) * 1e9 for _ in range(ranks)]), np.array([draw(rate) * 1e7 for _ in range(ranks)])
-    )
+    speed = RankSpeed(np.array([draw(rate) * 1e9 for _ in range(ranks)]), np.array([draw(rate) * 1e7 for _ in range(ranks)]))
     share = {1: st.sampled_from([0.0, 1.0]), 2: st.floats(0.05, 0.95), None: st.floats(0.0, 1.0)}[kinds]
     mix = StepMix(draw(st.integers(1, 64)), draw(st.integers(1, 4000)), draw(st.integers(1, 256)), draw(share), 128)
     return model, ranks, speed, mix
@@ -442,6 +440,38 @@ def test_stages_add_up(problem, data):
 
     swapped = [cost_s(*[second[i] if i == stage else first[i] for i in range(3)]) - cost_s(*first) for stage in range(3)]
     assert cost_s(*second) == pytest.approx(cost_s(*first) + sum(swapped), rel=1e-9)
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_room_is_left_for_the_overlap(corner):
+    """A group so full that the overlap decides: plans made for 4 heads, 3 blocks and 2,000 rows of it still fit with it."""
+    group = group_of(LLAMA_70B, A100, L40S, A100)
+    terms = PlanTerms(overlap=Overlap(4, 3, 2000))
+    mix = StepMix(64, 30000)
+    split = corner_plan(group, corner, mix, terms=terms)
+    assert fits(group, split, 30000, overlap=terms.overlap)
+    full = replace(mix, kv_tokens=110000)
+    assert fits(group, corner_plan(group, corner, full), 110000)
+    with pytest.raises(InfeasibleSplit):
+        corner_plan(group, corner, full, terms=terms)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1000, 60000), st.floats(0.0, 1.0), st.lists(st.floats(0.4, 1.0), min_size=6, max_size=6))
+def test_no_single_move_improves_a_large_plan(kv_tokens, share, factors):
+    """64 heads over 6 unlike ranks are too many to enumerate: no head or MLP block moved from any rank to another gains."""
+    group = group_of(LLAMA_70B, A100, L40S, A100, L40S, A100, A100)
+    mix, speed = StepMix(32, kv_tokens, 1024, share, 512), np.array(factors)
+    best = plan(group, mix, speed)
+    best_s = step_cost_s(group, best, mix, speed)
+    for name in ("query_heads", "mlp_blocks"):
+        widths = getattr(best, name)
+        for giver, taker in permutations(range(6), 2):
+            if widths[giver]:
+                moved = list(widths)
+                moved[giver] -= 1
+                moved[taker] += 1
+                assert step_cost_s(group, replace(best, **{name: tuple(moved)}), mix, speed) >= best_s * (1 - 1e-9)
 
 
 # --- forecast, price, subsets ---------------------------------------------------------------------------------------------------
