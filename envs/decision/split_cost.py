@@ -77,9 +77,7 @@ class MixForecast:
             raise ValueError(f"span_s={span_s} must be >= 0")
         # Prompt tokens count only in steps that prefill, so their averages are taken per step and divided back in `mix`.
         prefill = mix.prefill_tokens * mix.prefill_share
-        row = np.array(
-            [mix.decode_sequences, mix.kv_tokens, mix.prefill_share, prefill, prefill * mix.prefill_context_tokens]
-        )
+        row = np.array([mix.decode_sequences, mix.kv_tokens, mix.prefill_share, prefill, prefill * mix.prefill_context_tokens])
         gain = 1.0 - 0.5 ** (span_s / self._half_life_s)
         self._weight += gain * (1.0 - self._weight)
         if self._average is None:

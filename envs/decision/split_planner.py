@@ -292,6 +292,12 @@ def _joint_widths(search: _Search, rows_alone: IntArray) -> Widths:
             best, best_s = widths, cost_s
     if best is None:
         raise _infeasible(problem)
+    for _ in range(POLISH_ROUNDS_MAX):  # polishing may have moved the rows: the pair must be the best beside the final ones
+        pair = _best_pair(search, problem.free_bytes - _stage_bytes(problem, 2, best[2]))
+        if pair is None or search.cost_s((pair[0], pair[1], best[2])) >= best_s:
+            break
+        best = _polished(search, (pair[0], pair[1], best[2]))
+        best_s = search.cost_s(best)
     return best
 
 
@@ -331,7 +337,6 @@ def _pair_by_enumeration(search: _Search, free_bytes: FloatArray) -> tuple[IntAr
     problem, ranks = search.problem, free_bytes.shape[0]
     stage, table = problem.stages[0], search.tables[0]
     cuts = np.array(list(combinations_with_replacement(range(stage.units + 1), ranks - 1)), dtype=np.int64)
-    cuts = cuts.reshape(-1, ranks - 1)
     widths = np.diff(cuts, axis=1, prepend=0, append=stage.units)
     taken = _stage_bytes(problem, 0, widths)
     extra = _runs(widths, stage.per_run) - -(-widths // stage.per_run)

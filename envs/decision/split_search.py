@@ -250,7 +250,7 @@ def joint_limits(
     best = np.full(2, np.inf)
     widths = np.zeros(ranks, dtype=np.int64)
     best_s = np.inf
-    other = other_values.shape[0]
+    other: int = other_values.shape[0]
     if other == 0:
         return best, widths
     floor_s = overlapped_s(other_values[0], comm_s, hidden_fraction)
@@ -289,8 +289,7 @@ def joint_limits(
             best[0], best[1] = this_s, other_s
     if np.isfinite(best_s):
         limit[0] = best[0]
-        other_limit_s: float = best[1]
-        other_caps = _caps_within(other_table, other_limit_s, caps)
+        other_caps = _caps_within(other_table, best[1], caps)
         _joint_cover(table, per_run, limit, other_caps, free_bytes, unit_bytes, run_bytes, other_bytes, back)
         end = units
         for rank in range(ranks - 1, -1, -1):
