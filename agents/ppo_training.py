@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ from agents.expert_cloning import CloneReport, Expert, clone_from, record_decisi
 from agents.policies.candidate_policy import CandidatePolicy, parameters_of, require_finite
 from agents.smdp_buffer import SmdpRolloutBuffer
 from agents.tensorboard_metrics import EpisodeMetrics, TensorboardWriter
-from agents.training_envs import STREAM_SCALING, STREAM_TRAINING, EnvFactory, SmdpVecEnv, build_training_envs
+from agents.training_envs import STREAM_SCALING, STREAM_TRAINING, EnvFactory, ReplayMismatch, SmdpVecEnv, build_training_envs
 
 logger = logging.getLogger(__name__)
 
@@ -385,7 +384,10 @@ class _PpoRun:
         self.shuffle_rng.bit_generator.state = state["shuffle_rng"]
         actions = checkpoint.part("episode_actions")
         episodes = [(stream, index, actions[str(i)].tolist()) for i, (stream, index) in enumerate(state["episodes"])]
-        observation = self.env.restore_episodes(episodes)
+        try:
+            observation = self.env.restore_episodes(episodes)
+        except ReplayMismatch as error:
+            raise CheckpointError(f"{self.directory / LAST_CHECKPOINT} cannot be resumed: {error}") from error
         for key, saved in checkpoint.part("observation").items():
             if not np.array_equal(observation[key], saved):
                 raise CheckpointError(
