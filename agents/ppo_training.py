@@ -275,7 +275,9 @@ class _PpoRun:
                 gamma_per_s=config.gamma_per_s,
                 epochs=config.clone_epochs,
             )
-            logger.info("cloned expert agreement_fraction=%.3f decisions=%d", self.clone_report.agreement_fraction, config.clone_decisions)
+            logger.info(
+                "cloned expert agreement_fraction=%.3f decisions=%d", self.clone_report.agreement_fraction, config.clone_decisions
+            )
         self.env.start_stream(STREAM_TRAINING)
         self.model._setup_learn(self._total(), self.metrics, reset_num_timesteps=True)
         self.save()
@@ -391,7 +393,8 @@ class _PpoRun:
         for key, saved in checkpoint.part("observation").items():
             if not np.array_equal(observation[key], saved):
                 raise CheckpointError(
-                    f"replayed episodes show other {key} than the checkpoint: the environment is not a function of its seed and actions"
+                    f"replayed episodes show other {key} than the checkpoint: the environment is not a function "
+                    "of its seed and actions"
                 )
         model._last_obs = observation
         model._last_episode_starts = checkpoint.tensors["episode_starts"].astype(bool)
@@ -405,7 +408,12 @@ class _PpoRun:
         if self.best_score is not None:
             load_module(self.policy, read_checkpoint(self.directory / BEST_CHECKPOINT).part("policy"))
         # The ranges are what training has seen altogether, whichever weights are kept.
-        for name, value in (("candidate_low", low), ("candidate_high", high), ("context_low", context_low), ("context_high", context_high)):
+        for name, value in (
+            ("candidate_low", low),
+            ("candidate_high", high),
+            ("context_low", context_low),
+            ("context_high", context_high),
+        ):
             getattr(self.policy.normaliser, name).copy_(value)
         self.policy.set_training_mode(False)
         return TrainedPolicy(self.policy, self.config, tuple(self.history), self.best_score, self.clone_report, self.directory)

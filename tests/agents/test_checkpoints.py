@@ -20,7 +20,11 @@ from agents.checkpoints import (
 
 
 def test_arrays_and_state_come_back_exactly(tmp_path):
-    tensors = {"a/x": np.arange(6, dtype=np.float32).reshape(2, 3).T, "a/scalar": np.array(2.5, np.float32), "b": np.zeros(0, np.int64)}
+    tensors = {
+        "a/x": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        "a/scalar": np.array(2.5, np.float32),
+        "b": np.zeros(0, np.int64),
+    }
     state = {"big": 2**100, "list": [1.5, None, "text"], "nested": {"x": 0.1}}
     write_checkpoint(tmp_path / "c", tensors, state)
     checkpoint = read_checkpoint(tmp_path / "c")
@@ -50,7 +54,9 @@ def test_state_must_be_strict_json(tmp_path):
 
 
 @pytest.mark.fault("K08")
-@pytest.mark.parametrize("damage", [lambda d: d[:-1], lambda d: d[:40], lambda d: b"", lambda d: b"\x80\x04" + d, lambda d: b"PK\x03\x04" + d])
+@pytest.mark.parametrize(
+    "damage", [lambda d: d[:-1], lambda d: d[:40], lambda d: b"", lambda d: b"\x80\x04" + d, lambda d: b"PK\x03\x04" + d]
+)
 def test_damaged_files_are_refused(tmp_path, damage):
     write_checkpoint(tmp_path / "c", {"x": np.ones(3)}, {})
     (tmp_path / "c").write_bytes(damage((tmp_path / "c").read_bytes()))
