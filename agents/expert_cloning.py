@@ -55,7 +55,12 @@ def _expert_actions(expert: Expert, env: SmdpVecEnv, observation: Observation) -
 
 
 def record_decisions(
-    env: SmdpVecEnv, stream: int, decisions: int, rng: np.random.Generator, expert: Expert | None = None, random_fraction: float = 1.0
+    env: SmdpVecEnv,
+    stream: int,
+    decisions: int,
+    rng: np.random.Generator,
+    expert: Expert | None = None,
+    random_fraction: float = 1.0,
 ) -> Recording:
     """Run fresh episodes of `stream` for at least `decisions` decisions over all environments.
 

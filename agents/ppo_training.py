@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ from agents.expert_cloning import CloneReport, Expert, clone_from, record_decisi
 from agents.policies.candidate_policy import CandidatePolicy, parameters_of, require_finite
 from agents.smdp_buffer import SmdpRolloutBuffer
 from agents.tensorboard_metrics import EpisodeMetrics, TensorboardWriter
-from agents.training_envs import STREAM_SCALING, STREAM_TRAINING, EnvFactory, SmdpVecEnv, build_training_envs
+from agents.training_envs import STREAM_SCALING, STREAM_TRAINING, EnvFactory, ReplayMismatch, SmdpVecEnv, build_training_envs
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +275,9 @@ class _PpoRun:
                 gamma_per_s=config.gamma_per_s,
                 epochs=config.clone_epochs,
             )
-            logger.info("cloned expert agreement_fraction=%.3f decisions=%d", self.clone_report.agreement_fraction, config.clone_decisions)
+            logger.info(
+                "cloned expert agreement_fraction=%.3f decisions=%d", self.clone_report.agreement_fraction, config.clone_decisions
+            )
         self.env.start_stream(STREAM_TRAINING)
         self.model._setup_learn(self._total(), self.metrics, reset_num_timesteps=True)
         self.save()
@@ -385,11 +386,15 @@ class _PpoRun:
         self.shuffle_rng.bit_generator.state = state["shuffle_rng"]
         actions = checkpoint.part("episode_actions")
         episodes = [(stream, index, actions[str(i)].tolist()) for i, (stream, index) in enumerate(state["episodes"])]
-        observation = self.env.restore_episodes(episodes)
+        try:
+            observation = self.env.restore_episodes(episodes)
+        except ReplayMismatch as error:
+            raise CheckpointError(f"{self.directory / LAST_CHECKPOINT} cannot be resumed: {error}") from error
         for key, saved in checkpoint.part("observation").items():
             if not np.array_equal(observation[key], saved):
                 raise CheckpointError(
-                    f"replayed episodes show other {key} than the checkpoint: the environment is not a function of its seed and actions"
+                    f"replayed episodes show other {key} than the checkpoint: the environment is not a function "
+                    "of its seed and actions"
                 )
         model._last_obs = observation
         model._last_episode_starts = checkpoint.tensors["episode_starts"].astype(bool)
@@ -403,7 +408,12 @@ class _PpoRun:
         if self.best_score is not None:
             load_module(self.policy, read_checkpoint(self.directory / BEST_CHECKPOINT).part("policy"))
         # The ranges are what training has seen altogether, whichever weights are kept.
-        for name, value in (("candidate_low", low), ("candidate_high", high), ("context_low", context_low), ("context_high", context_high)):
+        for name, value in (
+            ("candidate_low", low),
+            ("candidate_high", high),
+            ("context_low", context_low),
+            ("context_high", context_high),
+        ):
             getattr(self.policy.normaliser, name).copy_(value)
         self.policy.set_training_mode(False)
         return TrainedPolicy(self.policy, self.config, tuple(self.history), self.best_score, self.clone_report, self.directory)

@@ -88,7 +88,9 @@ class SmdpRolloutBuffer(MaskableDictRolloutBuffer):
 
     def add(self, obs: Any, action: Any, reward: np.ndarray, *args: Any, **kwargs: Any) -> None:
         if not np.isfinite(reward).all():
-            raise NonFiniteTraining(f"reward {np.asarray(reward).tolist()} is not finite; the environment must give finite rewards")
+            raise NonFiniteTraining(
+                f"reward {np.asarray(reward).tolist()} is not finite; the environment must give finite rewards"
+            )
         latest, at = self.transitions.latest, self.pos
         self.elapsed_s[at] = latest.elapsed_s
         self.truncated[at] = latest.truncated
@@ -107,9 +109,7 @@ class SmdpRolloutBuffer(MaskableDictRolloutBuffer):
         ended = np.concatenate([self.episode_starts[1:], np.asarray(dones, dtype=np.float32)[None]]) > 0.5
         following = np.concatenate([self.values[1:], last_values.detach().cpu().numpy().reshape(1, -1)])
         next_values = np.where(self.truncated, self.final_values, np.where(ended, 0.0, following))
-        advantages = smdp_advantages(
-            self.rewards, self.values, next_values, self.elapsed_s, ended, self.gamma, self.gae_lambda
-        )
+        advantages = smdp_advantages(self.rewards, self.values, next_values, self.elapsed_s, ended, self.gamma, self.gae_lambda)
         self.advantages = advantages.astype(np.float32)
         self.returns = self.advantages + self.values
 

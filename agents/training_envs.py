@@ -20,6 +20,15 @@ from agents.smdp_buffer import Transitions
 STREAM_SCALING, STREAM_CLONING, STREAM_TRAINING = 0, 1, 2
 """Phases with random streams of their own, so that recording more observations does not move the training episodes."""
 
+
+class ReplayMismatch(RuntimeError):
+    """An episode cannot be rebuilt from its seed and actions."""
+
+
+class WorkerDied(RuntimeError):
+    """The process of an environment is gone."""
+
+
 EnvFactory = Callable[[], gymnasium.Env]
 
 
@@ -64,13 +73,18 @@ class SeededEpisodes(gymnasium.Wrapper):
         return self._stream, self._episode_index, list(self._actions)
 
     def restore_episode(self, stream: int, episode_index: int, actions: Sequence[int]) -> Any:
-        """Replay the episode; returns the observation it is at."""
+        """Replay the episode; returns the observation it is at, or None where the replay took another course.
+
+        (None rather than an exception: an exception would end a worker process and lose its message.)
+        """
         self._stream, self._episode_index = stream, episode_index - 1
         observation, _ = self.reset()
         for action in actions:
+            if not observation["mask"][action] > 0.5:
+                return None
             observation, _, terminated, truncated, _ = self.step(action)
             if terminated or truncated:
-                raise RuntimeError("replayed episode ended early: the environment is not a function of its seed and actions")
+                return None
         return observation
 
 
@@ -132,7 +146,10 @@ class SmdpVecEnv(VecEnvWrapper):
             raise ValueError("an environment offers no legal action; hold or refuse must always be allowed")
 
     def step_wait(self) -> Any:
-        observation, rewards, dones, infos = self.venv.step_wait()
+        try:
+            observation, rewards, dones, infos = self.venv.step_wait()
+        except (EOFError, ConnectionResetError) as error:
+            raise WorkerDied("a training environment's process died; its own message is above this one on stderr") from error
         self._take_masks(observation)
         elapsed_s = np.array([_elapsed_of(info) for info in infos])
         truncated = np.array([bool(info.get("TimeLimit.truncated", False)) for info in infos])
@@ -151,9 +168,11 @@ class SmdpVecEnv(VecEnvWrapper):
 
     def restore_episodes(self, states: Sequence[tuple[int, int, Sequence[int]]]) -> dict[str, np.ndarray]:
         """Rebuild every environment's running episode; returns the stacked observation."""
-        observations = [
-            self.venv.env_method("restore_episode", *state, indices=[index])[0] for index, state in enumerate(states)
-        ]
+        observations = [self.venv.env_method("restore_episode", *state, indices=[index])[0] for index, state in enumerate(states)]
+        if any(observation is None for observation in observations):
+            raise ReplayMismatch(
+                "a replayed episode took another course: the environment is not a function of its seed and actions"
+            )
         stacked = {key: np.stack([observation[key] for observation in observations]) for key in observations[0]}
         self._take_masks(stacked)
         return stacked
@@ -162,7 +181,9 @@ class SmdpVecEnv(VecEnvWrapper):
 def _elapsed_of(info: dict[str, Any]) -> float:
     elapsed_s = info.get("elapsed_s")
     if elapsed_s is None or not np.isfinite(elapsed_s) or elapsed_s < 0:
-        raise ValueError(f'info["elapsed_s"]={elapsed_s!r}; every step must report the finite seconds to the next decision, 0 on a tie')
+        raise ValueError(
+            f'info["elapsed_s"]={elapsed_s!r}; every step must report the finite seconds to the next decision, 0 on a tie'
+        )
     return float(elapsed_s)
 
 

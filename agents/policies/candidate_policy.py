@@ -207,7 +207,9 @@ def require_finite(named: Iterable[tuple[str, Tensor]], what: str) -> None:
     """Raise NonFiniteTraining naming the first tensor with a non-finite number."""
     for name, tensor in named:
         if not bool(torch.isfinite(tensor).all()):
-            raise NonFiniteTraining(f"{what} {name} is not finite; nothing was saved from this update, the last good checkpoint stays")
+            raise NonFiniteTraining(
+                f"{what} {name} is not finite; nothing was saved from this update, the last good checkpoint stays"
+            )
 
 
 def parameters_of(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

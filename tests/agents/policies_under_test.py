@@ -25,7 +25,11 @@ def fitted_policy(seed: int = 0, activation: str = "tanh", fitted: bool = True) 
     """Random weights of the size training gives, scaling fitted on skewed features of unlike sizes."""
     box = lambda *shape: spaces.Box(-10, 10, shape, np.float32)  # noqa: E731
     observation_space = spaces.Dict(
-        {"candidates": box(CANDIDATES_MAX, FEATURES), "context": box(CONTEXT), "mask": spaces.Box(0, 1, (CANDIDATES_MAX,), np.float32)}
+        {
+            "candidates": box(CANDIDATES_MAX, FEATURES),
+            "context": box(CONTEXT),
+            "mask": spaces.Box(0, 1, (CANDIDATES_MAX,), np.float32),
+        }
     )
     torch.manual_seed(seed)
     policy = CandidatePolicy(observation_space, spaces.Discrete(CANDIDATES_MAX), lambda _: 1e-3, hidden=32, activation=activation)

@@ -40,7 +40,10 @@ def plain_score(bundle, candidates, context, mask) -> list[float]:
 
     weights, scaling = bundle.contents.weights, bundle.contents.scaling
     clip = lambda x: max(-scaling.clip, min(scaling.clip, x))  # noqa: E731
-    rows = [[clip((x - m) / s) for x, m, s in zip(row, scaling.candidate_mean, scaling.candidate_scale, strict=True)] for row in candidates]
+    rows = [
+        [clip((x - m) / s) for x, m, s in zip(row, scaling.candidate_mean, scaling.candidate_scale, strict=True)]
+        for row in candidates
+    ]
     ctx = [clip((x - m) / s) for x, m, s in zip(context, scaling.context_mean, scaling.context_scale, strict=True)]
 
     def linear(name, vector):
@@ -55,7 +58,9 @@ def plain_score(bundle, candidates, context, mask) -> list[float]:
         for row, allowed in zip(rows, mask, strict=True)
         if allowed
     ]
-    pool = [sum(column) / len(embedded) for column in zip(*embedded, strict=True)] + [max(column) for column in zip(*embedded, strict=True)]
+    pool = [sum(column) / len(embedded) for column in zip(*embedded, strict=True)] + [
+        max(column) for column in zip(*embedded, strict=True)
+    ]
     state = add(linear("first_context", ctx), linear("first_pool", pool))
     scores = []
     for row in rows:
@@ -181,7 +186,10 @@ REFUSALS = {
     "renamed feature": (lambda d: _edit(d, lambda x: x["feature_names"].__setitem__(0, "other")), "schema_sha256"),
     "swapped features": (lambda d: _edit(d, lambda x: x["feature_names"].reverse()), "schema_sha256"),
     "other version": (lambda d: _edit(d, lambda x: x.update(observation_version=4)), "schema_sha256"),
-    "version a truth value": (lambda d: _edit(d, lambda x: x.update(observation_version=True)), "observation_version must be int"),
+    "version a truth value": (
+        lambda d: _edit(d, lambda x: x.update(observation_version=True)),
+        "observation_version must be int",
+    ),
     "future format": (lambda d: _edit(d, lambda x: x.update(format_version=2)), "format_version=2"),
     "huge network": (lambda d: _edit(d, lambda x: x["network"].update(hidden=10**9)), "hidden"),
     "wrong width": (lambda d: _edit(d, lambda x: x["network"].update(hidden=16)), "expected float32"),

@@ -51,9 +51,8 @@ def test_buffer_carries_a_cut_once_with_the_elapsed_discount():
     cut: 2 + .25 * 8 - 4 = 0; over: 2 - 4 = -2. Rewards are divided by reward_scale = 1 here.
     """
     source = _Source()
-    observation_space, action_space = toy_spaces(2)
     buffer = SmdpRolloutBuffer(
-        2, observation_space, action_space, "cpu", gamma=0.5, gae_lambda=0.5, n_envs=2, transitions=source, rng=np.random.default_rng(0)
+        2, *toy_spaces(2), "cpu", gamma=0.5, gae_lambda=0.5, n_envs=2, transitions=source, rng=np.random.default_rng(0)
     )
     buffer.predict_values = lambda batch: batch["context"][:, :1] * 8.0
     observation = {key: np.stack([value, value]) for key, value in two_state_observation(True).items()}
@@ -71,23 +70,21 @@ def test_buffer_carries_a_cut_once_with_the_elapsed_discount():
 
 
 @pytest.mark.fault("K04")
-@pytest.mark.parametrize("scale_rewards", [False, True])
-def test_two_state_task_learns_the_endless_value(tmp_path, scale_rewards):
+def test_two_state_task_learns_the_endless_value(tmp_path):
     """Cut after 3 steps, gamma .8/s: V(A) = 1/(1-.512) = 2.0492, V(B) = .64 V(A) = 1.3115; within 5 %.
 
     A cut taken for an end would give V(A) between 1 and 1.51 there.
     """
     settings = PpoSettings(
-        total_decisions=14_000,
+        total_decisions=8_000,
         n_steps=100,
         minibatch_size=100,
         epochs=8,
-        learning_rate=3e-3,
+        learning_rate=5e-3,
         gamma_per_s=0.8,
         lambda_per_s=0.9,
         kl_stop=1.0,
         scaling_decisions=200,
-        scale_rewards=scale_rewards,
         worker_processes=False,
         seed=4,
     )
