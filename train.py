@@ -15,7 +15,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--experiment", default="default", help="name in agents/experiments, or a YAML file")
-    parser.add_argument("--agent", default="all", choices=("all", "route", "split", "rebalance", "joint"), help="which policy to train; all trains route, split and rebalance in turn")
+    parser.add_argument(
+        "--agent",
+        default="all",
+        choices=("all", "route", "split", "rebalance", "joint"),
+        help="which policy to train; all trains route, split and rebalance in turn",
+    )
     parser.add_argument("--run-dir", type=Path, default=None, help="new directory for results (default: runs/NAME-DATE-TIME)")
     parser.add_argument("--seed", type=int, default=None, help="root seed; replaces the experiment's")
     parser.add_argument("--decisions", type=int, default=None, help="training decisions of each agent; replaces the experiment's")

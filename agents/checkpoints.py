@@ -75,9 +75,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} holds weights but no training state; it is not a checkpoint of this program") from error
     if version != CHECKPOINT_VERSION:
-        raise CheckpointError(
-            f"{path} has checkpoint version {version}; this program reads {CHECKPOINT_VERSION}: start the run again"
-        )
+        raise CheckpointError(f"{path} has checkpoint version {version}; this program reads {CHECKPOINT_VERSION}: start the run again")
     return Checkpoint(tensors, state)
 
 
@@ -97,11 +95,7 @@ def load_module(module: torch.nn.Module, arrays: Mapping[str, np.ndarray]) -> No
 def optimizer_tensors(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, np.ndarray]:
     """Adam's moments and step counts as arrays named `prefix/<parameter>/<moment>`."""
     moments = optimizer.state_dict()["state"]
-    return {
-        f"{prefix}/{index}/{name}": value.detach().cpu().numpy()
-        for index, entry in moments.items()
-        for name, value in entry.items()
-    }
+    return {f"{prefix}/{index}/{name}": value.detach().cpu().numpy() for index, entry in moments.items() for name, value in entry.items()}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, arrays: Mapping[str, np.ndarray]) -> None:

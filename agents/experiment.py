@@ -5,7 +5,6 @@ The best heuristic of each kind is chosen on validation worlds and never on test
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,23 +25,37 @@ from agents.policy_bundle import BundleSchema
 from agents.ppo_training import PpoSettings, RolloutProgress, TrainedPolicy, train_ppo
 from agents.provenance import provenance
 from agents.report import EvaluationResults, write_report
-from agents.tensorboard_metrics import write_hyperparameters
 from envs.cluster.world import WorldSpec
 from envs.decision.actions import Decision, Scheduler
-from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
 from envs.decision.objective import smallest_limit_multiplier
+from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
 from envs.scenario.cluster_file import load_cluster
 from envs.scheduling_env import ALL_DECISIONS, EnvSettings, SchedulingEnv
-from envs.traces.synthetic_twin import default_trace
+from envs.traces.default_traces import default_trace
 from envs.traces.trace_table import TraceTable
 from envs.unloaded import unloaded_times
 from envs.world_sampler import WorldSampler
 
+CEILING = "clairvoyant (unreachable)"
 AGENTS: tuple[str, ...] = ("route", "split", "rebalance")
 DEFAULT_PPO: dict[str, dict[str, Any]] = {
     "route": {"total_decisions": 120_000, "n_steps": 1024, "minibatch_size": 256, "gamma_per_s": 0.8, "lambda_per_s": 0.5},
-    "split": {"total_decisions": 6_000, "n_steps": 128, "minibatch_size": 64, "gamma_per_s": 0.98, "lambda_per_s": 0.95, "scaling_decisions": 256},
-    "rebalance": {"total_decisions": 8_000, "n_steps": 128, "minibatch_size": 64, "gamma_per_s": 0.98, "lambda_per_s": 0.95, "scaling_decisions": 256},
+    "split": {
+        "total_decisions": 6_000,
+        "n_steps": 128,
+        "minibatch_size": 64,
+        "gamma_per_s": 0.98,
+        "lambda_per_s": 0.95,
+        "scaling_decisions": 256,
+    },
+    "rebalance": {
+        "total_decisions": 8_000,
+        "n_steps": 128,
+        "minibatch_size": 64,
+        "gamma_per_s": 0.98,
+        "lambda_per_s": 0.95,
+        "scaling_decisions": 256,
+    },
     "joint": {"total_decisions": 120_000, "n_steps": 1024, "minibatch_size": 256, "gamma_per_s": 0.9, "lambda_per_s": 0.7},
 }
 
@@ -115,7 +128,7 @@ class Experiment:
         bundles = {agent: self.train(agent, resume) for agent in agents}
         results = self.evaluate(bundles)
         write_report(results, self.run_dir / "report.html")
-        (self.run_dir / "results.json").write_text(json.dumps(results.to_json(), indent=1, allow_nan=False), encoding="utf-8")
+        (self.run_dir / "results.json").write_text(results.to_json(), encoding="utf-8")
         self.say(f"finished in {(time.monotonic() - begin) / 60:.1f} min")
         return results
 
@@ -153,8 +166,7 @@ class Experiment:
         self.best.rebalance = max(rebalance_scores, key=rebalance_scores.__getitem__)
         self.best.scores |= {f"split {k}": round(v, 4) for k, v in split_scores.items()}
         self.best.scores |= {f"rebalance {k}": round(v, 4) for k, v in rebalance_scores.items()}
-        best_route = "linear_cem" if self.best.route.startswith("linear") else self.best.route
-        self.say(f"best on validation: route {best_route}, split {self.best.split}, rebalance {self.best.rebalance}")
+        self.say(f"best on validation: route {self._route_name()}, split {self.best.split}, rebalance {self.best.rebalance}")
 
     def train(self, agent: str, resume: bool = False) -> Path:
         """Train one agent, export its bundle; returns the bundle's directory."""
@@ -181,7 +193,6 @@ class Experiment:
                 factories, settings, run_dir, evaluate=partial(self._validate, companions, env_settings), progress=progress,
                 resume=resume,
             )  # fmt: skip
-        write_hyperparameters(run_dir, self.config.model_dump())
         self.history[agent] = [dict(row) for row in trained.history]
         return self._export(agent, trained)
 
@@ -195,19 +206,20 @@ class Experiment:
         policies: dict[str, list[dict[str, Any]]] = {contestant.name: [] for contestant in contestants}
         for (_, contestant), summary in zip(pairs, found, strict=True):
             policies[contestant.name].append(summary)
-        best_route = "linear_cem" if self.best.route.startswith("linear") else self.best.route
         return EvaluationResults(
-            trace=self.trace.source,
-            synthetic=self.trace.synthetic,
-            policies=policies,
-            best_heuristic=best_route,
-            unreachable=("clairvoyant",) if self.config.compare.clairvoyant else (),
+            trace_name=self.trace.source,
+            is_synthetic=self.trace.synthetic,
+            world_names=tuple(world.name for world in self.test),
+            policies={name: tuple(rows) for name, rows in policies.items()},
+            best_heuristic=self._route_name(),
             learned=tuple(name for name in policies if name.startswith("ppo")),
-            history=self.history,
-            notes=self._notes(),
+            learning_curve=tuple(row for agent in ("route", "joint") for row in self.history.get(agent, [])[:]),
+            notes=tuple(self._notes()),
             provenance=provenance(self.config.model_dump(), self.config.seed),
-            bootstrap=self.config.compare.bootstrap,
         )
+
+    def _route_name(self) -> str:
+        return "linear_cem" if self.best.route.startswith("linear") else self.best.route
 
     # -- parts
 
@@ -295,7 +307,7 @@ class Experiment:
         rows += [Contestant(f"split:{name}", best.route, name, "never") for name in compare.splitters]
         rows += [Contestant(f"rebalance:{name}", best.route, best.split, name) for name in compare.rebalancers]
         if compare.clairvoyant:
-            rows.append(Contestant("clairvoyant", "clairvoyant", "keep", "never"))
+            rows.append(Contestant(CEILING, "clairvoyant", "keep", "never"))
         texts = {agent: f"bundle:{path}" for agent, path in bundles.items()}
         if "route" in texts:
             rows.append(Contestant("ppo_route", texts["route"], "keep", "never"))
@@ -318,9 +330,7 @@ class Experiment:
         return [windows, load, multiplier, simulated]
 
     def _bar(self) -> Progress:
-        return Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self.console
-        )
+        return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self.console)
 
 
 def _linear(weights: np.ndarray) -> str:

@@ -245,12 +245,8 @@ def collect_provenance(config: Any, seeds: Sequence[int], repository: str | os.P
 def _git_commit(repository: str | os.PathLike[str]) -> str:
     """Commit id, with "+changes" when the working tree differs from it; "unknown" outside a repository."""
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, timeout=10, check=True
-        )
-        status = subprocess.run(
-            ["git", "status", "--porcelain"], cwd=repository, capture_output=True, text=True, timeout=10, check=True
-        )
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, timeout=10, check=True)
+        status = subprocess.run(["git", "status", "--porcelain"], cwd=repository, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return commit.stdout.strip() + ("+changes" if status.stdout.strip() else "")

@@ -67,9 +67,7 @@ class BundleSchema:
             raise BundleError(f'decision kind "{self.decision_kind}" unknown; known: {", ".join(DECISION_KINDS)}')
         for what, names in (("feature", self.feature_names), ("context", self.context_names)):
             if not 0 < len(names) <= WIDTH_MAX or len(set(names)) != len(names):
-                raise BundleError(
-                    f"{what} names must be 1 to {WIDTH_MAX} different names; got {len(names)}, {len(set(names))} different"
-                )
+                raise BundleError(f"{what} names must be 1 to {WIDTH_MAX} different names; got {len(names)}, {len(set(names))} different")
         if not 0 < self.candidates_max <= WIDTH_MAX:
             raise BundleError(f"candidates_max={self.candidates_max} is outside 1 to {WIDTH_MAX}")
 
@@ -204,9 +202,7 @@ class BundlePolicy:
         self._by_candidate = np.ascontiguousarray(
             np.concatenate([weights["embed_candidate.weight"], weights["first_candidate.weight"], weights["residual.weight"]]).T
         )
-        self._by_context = np.ascontiguousarray(
-            np.concatenate([weights["embed_context.weight"], weights["first_context.weight"]]).T
-        )
+        self._by_context = np.ascontiguousarray(np.concatenate([weights["embed_context.weight"], weights["first_context.weight"]]).T)
         self._context_bias = np.concatenate([weights["embed_candidate.bias"], weights["first_candidate.bias"]])
         self._by_pool = np.ascontiguousarray(weights["first_pool.weight"].T)
         self._second, self._second_bias = np.ascontiguousarray(weights["second.weight"].T), weights["second.bias"]
@@ -223,8 +219,7 @@ class BundlePolicy:
             raise TooManyCandidates(f"{count} candidates; this policy was trained with at most {self.schema.candidates_max}")
         if candidates.shape != (count, features) or context.shape != (width,) or mask.shape != (count,):
             raise ValueError(
-                f"got candidates {candidates.shape}, context {context.shape}, mask {mask.shape}; "
-                f"expected (C, {features}), ({width},), (C,)"
+                f"got candidates {candidates.shape}, context {context.shape}, mask {mask.shape}; expected (C, {features}), ({width},), (C,)"
             )
 
     def scores(self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray) -> Float32Array:
@@ -265,9 +260,7 @@ class BundlePolicy:
             raise NonFiniteScores("a score is not finite; the observation holds a value that is not a number")
         return int((scores >= best - np.float32(TIE_TOLERANCE)).argmax())
 
-    def out_of_range(
-        self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray, slack_fraction: float = 0.1
-    ) -> tuple[str, ...]:
+    def out_of_range(self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray, slack_fraction: float = 0.1) -> tuple[str, ...]:
         """Names of inputs outside their training range widened by `slack_fraction` of its width on each side.
 
         Only rows with mask 1 count. A value that is not finite is always outside.
@@ -285,9 +278,7 @@ class BundlePolicy:
                 outside.extend(names[i] for i in np.flatnonzero(~inside.all(axis=0)))
         return tuple(outside)
 
-    def in_training_range(
-        self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray, slack_fraction: float = 0.1
-    ) -> bool:
+    def in_training_range(self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray, slack_fraction: float = 0.1) -> bool:
         """Whether every input lies in the range seen in training; see `out_of_range`."""
         return not self.out_of_range(candidates, context, mask, slack_fraction)
 
@@ -307,9 +298,7 @@ def write_bundle(directory: str | os.PathLike[str], contents: BundleContents) ->
         weights = dump_safetensors({name: np.ascontiguousarray(array) for name, array in contents.weights.items()})
         description = json.dumps(_describe(contents, weights), indent=1, allow_nan=False).encode()
         if len(description) > DESCRIPTION_BYTES_MAX:
-            raise BundleError(
-                f"description is {len(description)} bytes; at most {DESCRIPTION_BYTES_MAX}: shorten evaluation or provenance"
-            )
+            raise BundleError(f"description is {len(description)} bytes; at most {DESCRIPTION_BYTES_MAX}: shorten evaluation or provenance")
         for name, data in ((WEIGHTS_FILE, weights), (DESCRIPTION_FILE, description)):
             with open(temporary / name, "wb") as file:
                 file.write(data)
@@ -457,15 +446,9 @@ def _require_same_schema(found: BundleSchema, expected: BundleSchema) -> None:
         return
     for name in ("decision_kind", "observation_version", "candidates_max"):
         if getattr(found, name) != getattr(expected, name):
-            raise BundleError(
-                f"{name} is {getattr(found, name)!r}; this program uses {getattr(expected, name)!r}: train or export again"
-            )
+            raise BundleError(f"{name} is {getattr(found, name)!r}; this program uses {getattr(expected, name)!r}: train or export again")
     for name in ("feature_names", "context_names"):
         theirs, ours = getattr(found, name), getattr(expected, name)
         if theirs != ours:
-            at = next(
-                (i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), min(len(theirs), len(ours))
-            )
-            raise BundleError(
-                f"{name} differ from this program's at position {at} ({len(theirs)} against {len(ours)} names): export again"
-            )
+            at = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), min(len(theirs), len(ours)))
+            raise BundleError(f"{name} differ from this program's at position {at} ({len(theirs)} against {len(ours)} names): export again")

@@ -275,9 +275,7 @@ class _PpoRun:
                 gamma_per_s=config.gamma_per_s,
                 epochs=config.clone_epochs,
             )
-            logger.info(
-                "cloned expert agreement_fraction=%.3f decisions=%d", self.clone_report.agreement_fraction, config.clone_decisions
-            )
+            logger.info("cloned expert agreement_fraction=%.3f decisions=%d", self.clone_report.agreement_fraction, config.clone_decisions)
         self.env.start_stream(STREAM_TRAINING)
         self.model._setup_learn(self._total(), self.metrics, reset_num_timesteps=True)
         self.save()
@@ -286,9 +284,7 @@ class _PpoRun:
         rollout = self.config.n_steps * self.env.num_envs
         return -(-self.config.total_decisions // rollout) * rollout
 
-    def train(
-        self, evaluate: Callable[[PolicyFunction], float] | None, progress: Callable[[RolloutProgress], None] | None
-    ) -> None:
+    def train(self, evaluate: Callable[[PolicyFunction], float] | None, progress: Callable[[RolloutProgress], None] | None) -> None:
         model, total = self.model, self._total()
         config_values = {name: str(value) for name, value in dataclasses.asdict(self.config).items()}
         self._writer = TensorboardWriter(self.directory / "tensorboard", config_values, model.num_timesteps)
@@ -393,8 +389,7 @@ class _PpoRun:
         for key, saved in checkpoint.part("observation").items():
             if not np.array_equal(observation[key], saved):
                 raise CheckpointError(
-                    f"replayed episodes show other {key} than the checkpoint: the environment is not a function "
-                    "of its seed and actions"
+                    f"replayed episodes show other {key} than the checkpoint: the environment is not a function of its seed and actions"
                 )
         model._last_obs = observation
         model._last_episode_starts = checkpoint.tensors["episode_starts"].astype(bool)

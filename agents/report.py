@@ -51,9 +51,7 @@ class EvaluationResults:
             raise ValueError("EvaluationResults needs at least one policy and one world")
         for name, worlds in self.policies.items():
             if len(worlds) != len(self.world_names):
-                raise ValueError(
-                    f"policy {name!r} has {len(worlds)} worlds, there are {len(self.world_names)}; all meet the same worlds"
-                )
+                raise ValueError(f"policy {name!r} has {len(worlds)} worlds, there are {len(self.world_names)}; all meet the same worlds")
         for name in (self.best_heuristic, *self.learned):
             if name not in self.policies:
                 raise ValueError(f"policy {name!r} has no results; known: {', '.join(sorted(self.policies))}")
@@ -211,9 +209,7 @@ def print_table(results: EvaluationResults, console: Any = None, rng: np.random.
     generator = rng if rng is not None else np.random.default_rng(0)
     rows = table_rows(results, generator)
     classes = sorted({name for row in rows for name in row.per_class})
-    table = Table(
-        title=f"{results.trace_name}, {len(results.world_names)} worlds{' (SYNTHETIC trace)' if results.is_synthetic else ''}"
-    )
+    table = Table(title=f"{results.trace_name}, {len(results.world_names)} worlds{' (SYNTHETIC trace)' if results.is_synthetic else ''}")
     for index, title in enumerate(table_header(rows)):
         table.add_column(title, justify="left" if index == 0 else "right")
     for row in rows:
@@ -248,13 +244,10 @@ figure svg{max-width:100%;height:auto}pre{white-space:pre-wrap;font-size:12px}
 """
 
 
-def _page(
-    results: EvaluationResults, rows: Sequence[PolicyRow], compared: Sequence[Comparison], figures: Sequence[tuple[str, str]]
-) -> str:
+def _page(results: EvaluationResults, rows: Sequence[PolicyRow], compared: Sequence[Comparison], figures: Sequence[tuple[str, str]]) -> str:
     title = html.escape(results.trace_name)
     banner = (
-        '<p class="banner">Synthetic trace: these requests were generated, not recorded. '
-        "The figures say nothing about real traffic.</p>"
+        '<p class="banner">Synthetic trace: these requests were generated, not recorded. The figures say nothing about real traffic.</p>'
         if results.is_synthetic
         else ""
     )
@@ -284,9 +277,7 @@ def _page(
 def _html_table(header: Sequence[str], lines: Sequence[tuple[str, Sequence[str]]]) -> str:
     """Table from a header and (CSS class, cells) lines; every text is escaped."""
     head = "".join(f"<th>{html.escape(title)}</th>" for title in header)
-    body = "".join(
-        f'<tr class="{css}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for css, cells in lines
-    )
+    body = "".join(f'<tr class="{css}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for css, cells in lines)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

@@ -29,9 +29,7 @@ def to_svg(figure: Figure) -> str:
     """SVG element without XML prologue, metadata or references outside itself; the same figure gives the same text."""
     buffer = io.StringIO()
     with rc_context({"svg.hashsalt": "ballast", "svg.fonttype": "path"}):
-        figure.savefig(
-            buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-        )
+        figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()
     return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
 

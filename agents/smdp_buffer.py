@@ -88,9 +88,7 @@ class SmdpRolloutBuffer(MaskableDictRolloutBuffer):
 
     def add(self, obs: Any, action: Any, reward: np.ndarray, *args: Any, **kwargs: Any) -> None:
         if not np.isfinite(reward).all():
-            raise NonFiniteTraining(
-                f"reward {np.asarray(reward).tolist()} is not finite; the environment must give finite rewards"
-            )
+            raise NonFiniteTraining(f"reward {np.asarray(reward).tolist()} is not finite; the environment must give finite rewards")
         latest, at = self.transitions.latest, self.pos
         self.elapsed_s[at] = latest.elapsed_s
         self.truncated[at] = latest.truncated

@@ -170,9 +170,7 @@ class SmdpVecEnv(VecEnvWrapper):
         """Rebuild every environment's running episode; returns the stacked observation."""
         observations = [self.venv.env_method("restore_episode", *state, indices=[index])[0] for index, state in enumerate(states)]
         if any(observation is None for observation in observations):
-            raise ReplayMismatch(
-                "a replayed episode took another course: the environment is not a function of its seed and actions"
-            )
+            raise ReplayMismatch("a replayed episode took another course: the environment is not a function of its seed and actions")
         stacked = {key: np.stack([observation[key] for observation in observations]) for key in observations[0]}
         self._take_masks(stacked)
         return stacked
@@ -181,9 +179,7 @@ class SmdpVecEnv(VecEnvWrapper):
 def _elapsed_of(info: dict[str, Any]) -> float:
     elapsed_s = info.get("elapsed_s")
     if elapsed_s is None or not np.isfinite(elapsed_s) or elapsed_s < 0:
-        raise ValueError(
-            f'info["elapsed_s"]={elapsed_s!r}; every step must report the finite seconds to the next decision, 0 on a tie'
-        )
+        raise ValueError(f'info["elapsed_s"]={elapsed_s!r}; every step must report the finite seconds to the next decision, 0 on a tie')
     return float(elapsed_s)
 
 

@@ -39,7 +39,9 @@ def main() -> None:
         for name, taken in rates.items():
             taken.append(measure(repeat, name == "random", STEPS))
             print(f"run {repeat + 1} {name}: {taken[-1]:,.0f} steps/CPU s", flush=True)
-    bars = [at_least(f"routing steps per CPU s, {name} actions", statistics.median(taken), 5000.0, REPEATS) for name, taken in rates.items()]
+    bars = [
+        at_least(f"routing steps per CPU s, {name} actions", statistics.median(taken), 5000.0, REPEATS) for name, taken in rates.items()
+    ]
     print_bars(bars, compile_cpu_s=round(compile_s, 1), steps=STEPS)
 
 

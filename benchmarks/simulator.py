@@ -18,7 +18,7 @@ from benchmarks.reporting import at_least, print_bars
 from envs.cluster.cluster_process import ClusterProcess
 from envs.cluster.world import WorldOptions, WorldSpec
 from envs.scenario.cluster_file import load_cluster
-from envs.traces.synthetic_twin import default_trace
+from envs.traces.default_traces import default_trace
 from envs.world_sampler import first_rows
 
 REPEATS = 5

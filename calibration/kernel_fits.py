@@ -81,12 +81,12 @@ class GemmFit:
 def roofline_s(gemms: LayerGemms, peaks: Peaks, compute_efficiency: float, memory_efficiency: float) -> FloatArray:
     """max(FLOP bound, weight-reading bound) of every op, shape (rows, ops)."""
     weight_bytes = NUMBER_BYTES * gemms.flop / (2.0 * gemms.tokens[:, None])
-    return np.maximum(
-        gemms.flop / (peaks.flop_per_s * compute_efficiency), weight_bytes / (peaks.memory_bytes_per_s * memory_efficiency)
-    )
+    return np.maximum(gemms.flop / (peaks.flop_per_s * compute_efficiency), weight_bytes / (peaks.memory_bytes_per_s * memory_efficiency))
 
 
-def fit_gemm(gemms: LayerGemms, peaks: Peaks, rows_max: int = 6000, overhead_us_max: float = OVERHEAD_US_MAX, rng: np.random.Generator | None = None) -> GemmFit:
+def fit_gemm(
+    gemms: LayerGemms, peaks: Peaks, rows_max: int = 6000, overhead_us_max: float = OVERHEAD_US_MAX, rng: np.random.Generator | None = None
+) -> GemmFit:
     """Robust log-error fit of efficiencies and overhead per op, then the residual table on the sums of each row."""
     fitted = gemms
     if rng is not None and len(gemms.tokens) > rows_max:
@@ -97,7 +97,9 @@ def fit_gemm(gemms: LayerGemms, peaks: Peaks, rows_max: int = 6000, overhead_us_
         predicted = roofline_s(fitted, peaks, theta[0], theta[1]) + theta[2] * 1e-6
         return np.asarray((np.log(predicted) - log_measured).ravel())
 
-    solved = least_squares(errors, x0=[0.65, 0.8, 0.5 * overhead_us_max], bounds=([0.05, 0.05, 0.0], [1.15, 1.1, overhead_us_max]), loss="soft_l1", f_scale=0.1)
+    solved = least_squares(
+        errors, x0=[0.65, 0.8, 0.5 * overhead_us_max], bounds=([0.05, 0.05, 0.0], [1.15, 1.1, overhead_us_max]), loss="soft_l1", f_scale=0.1
+    )
     compute, memory, overhead_us = (float(value) for value in solved.x)
     overhead_s = overhead_us * 1e-6
     roof = roofline_s(gemms, peaks, compute, memory).sum(axis=1)

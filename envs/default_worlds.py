@@ -10,7 +10,7 @@ from envs.decision.actions import Decision, DecisionPoint, Scheduler
 from envs.decision.predictor import E_COMPLETION_S
 from envs.scenario.cluster_file import load_cluster
 from envs.scheduling_env import EnvSettings, SchedulingEnv
-from envs.traces.synthetic_twin import default_trace
+from envs.traces.default_traces import default_trace
 from envs.world_sampler import WorldSampler
 
 

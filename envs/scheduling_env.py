@@ -186,9 +186,7 @@ def _short(share: Mapping[str, Any]) -> dict[str, Any]:
 def world_summary(cluster: ClusterProcess) -> dict[str, Any]:
     """What became of a world: goodput, outcomes and latencies (overall and per class), latency parts, moves, illegal actions."""
     options = cluster.options
-    report = summary(
-        cluster.outcomes.to_outcomes(), max(cluster.span_s, 1e-9), options.drain_s, multiplier=options.limit_multiplier
-    )
+    report = summary(cluster.outcomes.to_outcomes(), max(cluster.span_s, 1e-9), options.drain_s, multiplier=options.limit_multiplier)
     found = _short(report)
     classes: Any = report["classes"]
     found["per_class"] = {name: _short(share) for name, share in classes.items() if share["arrived"]}

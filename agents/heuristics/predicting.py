@@ -96,4 +96,3 @@ class LinearScore:
 
     def choose(self, point: DecisionPoint) -> int:
         return pick_lowest(point, -(np.clip(route_and_group_rows(point), -10.0, 10.0) @ self.weights))
-

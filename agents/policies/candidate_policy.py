@@ -36,8 +36,7 @@ class GuardedAdam(torch.optim.Adam):
             norm = torch.nn.utils.get_total_norm(gradients)
             if not torch.isfinite(norm):
                 raise NonFiniteTraining(
-                    f"gradient of the {group['role']} is {norm.item()}; look for non-finite rewards or observations, "
-                    "or lower learning_rate"
+                    f"gradient of the {group['role']} is {norm.item()}; look for non-finite rewards or observations, or lower learning_rate"
                 )
             factor = min(1.0, group["max_grad_norm"] / (float(norm) + 1e-6))
             for gradient in gradients:
@@ -207,9 +206,7 @@ def require_finite(named: Iterable[tuple[str, Tensor]], what: str) -> None:
     """Raise NonFiniteTraining naming the first tensor with a non-finite number."""
     for name, tensor in named:
         if not bool(torch.isfinite(tensor).all()):
-            raise NonFiniteTraining(
-                f"{what} {name} is not finite; nothing was saved from this update, the last good checkpoint stays"
-            )
+            raise NonFiniteTraining(f"{what} {name} is not finite; nothing was saved from this update, the last good checkpoint stays")
 
 
 def parameters_of(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

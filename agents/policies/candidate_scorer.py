@@ -134,9 +134,7 @@ class CandidateScorer(_PooledTrunk):
         """Set the linear skip, shape (F,), in units of the *scaled* features, e.g. from a tuned linear heuristic."""
         weights = torch.as_tensor(residual_weights, dtype=self.residual.weight.dtype).reshape(1, -1)
         if weights.shape != self.residual.weight.shape:
-            raise ValueError(
-                f"residual_weights has {weights.numel()} numbers; the policy sees {self.residual.in_features} features"
-            )
+            raise ValueError(f"residual_weights has {weights.numel()} numbers; the policy sees {self.residual.in_features} features")
         with torch.no_grad():
             self.residual.weight.copy_(weights)
 

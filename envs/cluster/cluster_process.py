@@ -141,9 +141,7 @@ class ClusterProcess:
             self.env.step()
             stalled = stalled + 1 if before == (self.env.now, self.outcomes.ended) else 0
             if stalled > self.options.stall_events:
-                raise RunStalled(
-                    f"{self.world.name}: {stalled} events at {self.env.now:.3f} s without progress, seed {self.world.seed}"
-                )
+                raise RunStalled(f"{self.world.name}: {stalled} events at {self.env.now:.3f} s without progress, seed {self.world.seed}")
 
     def apply(self, point: DecisionPoint, index: int) -> None:
         """Carry out candidate `index`; an index the mask forbids becomes refuse or keep, and is counted."""
@@ -214,8 +212,7 @@ class ClusterProcess:
             self.lengths.observe(int(ints[L.RI_CLASS]), int(ints[L.RI_GENERATED]))
             self.breakers.breakers[group_index].record(Outcome.OK, began_s=began_s, lease=lease)
         elif kind == L.RECORD_TIMEOUT:
-            self.breakers.breakers[group_index].record(
-                Outcome.FAULT, began_s=began_s, lease=lease, reason="queue timeout")
+            self.breakers.breakers[group_index].record(Outcome.FAULT, began_s=began_s, lease=lease, reason="queue timeout")
         else:
             self.outcomes.kind[request_id] = OutcomeKind.UNSERVABLE
             self.outcomes.reason[request_id] = REASONS.index("unservable")
@@ -224,9 +221,7 @@ class ClusterProcess:
         self.retries.finish(is_retry=request_id in self._retrying)
         self._retrying.discard(request_id)
 
-    def end_request(
-        self, request_id: int, kind: OutcomeKind, reason: str, group_index: int = -1, is_attempt: bool = True
-    ) -> None:
+    def end_request(self, request_id: int, kind: OutcomeKind, reason: str, group_index: int = -1, is_attempt: bool = True) -> None:
         """End a request without service, now; `is_attempt` False when its attempt was finished before."""
         self.outcomes.end(request_id, kind, reason, self.env.now, group_index)
         if is_attempt:

@@ -32,9 +32,7 @@ class EventLog:
         self._hash.update(np.ascontiguousarray(ints).tobytes())
         self._hash.update(np.ascontiguousarray(floats).tobytes())
         if self.lines is not None:
-            self.lines.extend(
-                f"{row[3]:.6f} end group={i[1]} request={i[0]} kind={i[2]}" for i, row in zip(ints, floats, strict=True)
-            )
+            self.lines.extend(f"{row[3]:.6f} end group={i[1]} request={i[0]} kind={i[2]}" for i, row in zip(ints, floats, strict=True))
 
     def digest(self) -> str:
         return self._hash.hexdigest()

@@ -72,10 +72,6 @@ def draw_faults(rates: FaultRates, ranks_per_group: list[int], span_s: float, rn
                 start_s = float(rng.uniform(0.0, span_s))
                 length_s = max(1.0, float(rng.exponential(rates.length_mean_s)))
                 size = float(np.exp(rng.uniform(np.log(rates.size_low), np.log(rates.size_high))))
-                rank = (
-                    int(rng.integers(ranks))
-                    if kind in (FaultKind.SLOW_COMPUTE, FaultKind.SLOW_MEMORY, FaultKind.LOST_RANK)
-                    else -1
-                )
+                rank = int(rng.integers(ranks)) if kind in (FaultKind.SLOW_COMPUTE, FaultKind.SLOW_MEMORY, FaultKind.LOST_RANK) else -1
                 events.append(FaultEvent(kind, start_s, length_s, group_index, rank, size))
     return tuple(sorted(events, key=lambda event: (event.start_s, event.group_index, event.kind)))

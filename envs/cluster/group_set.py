@@ -112,9 +112,7 @@ class GroupSet:
             cost[g, slot] = 0.0
             cost[g, slot, :ranks] = rows
         self.state.kv_block_bytes[g, slot] = 0.0
-        self.state.kv_block_bytes[g, slot, :ranks] = (
-            memory_fit.kv_bytes_per_token(group.model, plan) * self.limits.kv_block_tokens
-        )
+        self.state.kv_block_bytes[g, slot, :ranks] = memory_fit.kv_bytes_per_token(group.model, plan) * self.limits.kv_block_tokens
 
     def _fit_memory(self, g: int) -> None:
         """Bytes left for KV on each rank: usable memory less weights and workspace of the plan in force."""

@@ -217,6 +217,4 @@ class Moves:
         health.slow_memory = np.concatenate([health.slow_memory, np.ones(len(donor.ranks))])
         groups.health[command.group_index].is_lost = True
         groups.groups[command.target_index] = merged
-        self._restart_with(
-            command.target_index, merged, groups.plan_for(command.target_index, self._cluster.options.start_corner)
-        )
+        self._restart_with(command.target_index, merged, groups.plan_for(command.target_index, self._cluster.options.start_corner))

@@ -91,9 +91,7 @@ class DecisionPoint:
 
     @property
     def corners(self) -> IntArray:
-        return np.array(
-            [command.argument if command.kind is CommandKind.SET_SPLIT else -1 for command in self.commands], np.int64
-        )
+        return np.array([command.argument if command.kind is CommandKind.SET_SPLIT else -1 for command in self.commands], np.int64)
 
     @property
     def tightest_tpot_s(self) -> float:

@@ -482,9 +482,7 @@ class ClassBreaker:
         wait_s = breaker.next_probe_s
         return Admission(False, max(self.RETRY_AFTER_MIN_S, wait_s if wait_s is not None else breaker.settings.open_max_s))
 
-    def record(
-        self, class_index: int, is_timeout: bool, *, began_s: float | None = None, lease: ProbeLease | None = None
-    ) -> None:
+    def record(self, class_index: int, is_timeout: bool, *, began_s: float | None = None, lease: ProbeLease | None = None) -> None:
         """A request of the class left the system, late beyond its deadline or not."""
         outcome = Outcome.FAULT if is_timeout else Outcome.OK
         self.breakers[class_index].record(outcome, began_s=began_s, lease=lease, reason="timed out")

@@ -151,9 +151,7 @@ class LengthEstimator:
 
     def __init__(self, prior_answers: float = 50.0, half_life_answers: float = 2000.0) -> None:
         if prior_answers <= 0 or half_life_answers <= 0:
-            raise ValueError(
-                f"LengthEstimator: prior_answers={prior_answers} and half_life_answers={half_life_answers} must be positive"
-            )
+            raise ValueError(f"LengthEstimator: prior_answers={prior_answers} and half_life_answers={half_life_answers} must be positive")
         shares = np.array([mixture_weights(OUTPUT_MIXTURES[service.name]) for service in SERVICE_CLASSES])
         self._weights = prior_answers * shares
         # A thousandth of the prior never fades: no bin, and so no conditional mean, is ever without weight.

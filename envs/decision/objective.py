@@ -88,9 +88,7 @@ def columns(outcomes: Sequence[RequestOutcome]) -> OutcomeColumns:
     return table
 
 
-def limits(
-    class_index: npt.ArrayLike, prompt_tokens: npt.ArrayLike, multiplier: float = 1.0
-) -> tuple[FloatArray, FloatArray, FloatArray]:
+def limits(class_index: npt.ArrayLike, prompt_tokens: npt.ArrayLike, multiplier: float = 1.0) -> tuple[FloatArray, FloatArray, FloatArray]:
     """TTFT limit (s), TPOT limit (s) and weight of each request; shapes as the inputs broadcast. Source: DESIGN section 8."""
     index = np.asarray(class_index, dtype=np.int64)
     prompt = np.asarray(prompt_tokens, dtype=np.float64)

@@ -179,8 +179,7 @@ def _estimate(
         own_s = (
             max(prompt - hits[g], 1) / rate
             if prompt > width
-            else correction
-            * _step_s(g, plan[g], decoding + max(prompt - hits[g], 1), 0.5 * prompt * prompt, kv, decoding + 1, *costs)
+            else correction * _step_s(g, plan[g], decoding + max(prompt - hits[g], 1), 0.5 * prompt * prompt, kv, decoding + 1, *costs)
         )
         start_s = group_floats[g, 3] + group_floats[g, 0]
         backlog_s = backlog / rate

@@ -105,9 +105,7 @@ class RankSpeed:
 
     def __post_init__(self) -> None:
         if self.flop_per_s.ndim != 1 or self.flop_per_s.shape != self.bytes_per_s.shape:
-            raise ValueError(
-                f"RankSpeed: shapes {self.flop_per_s.shape} and {self.bytes_per_s.shape}; give two arrays of shape (ranks,)"
-            )
+            raise ValueError(f"RankSpeed: shapes {self.flop_per_s.shape} and {self.bytes_per_s.shape}; give two arrays of shape (ranks,)")
         both = np.concatenate([self.flop_per_s, self.bytes_per_s])
         if not np.isfinite(both).all() or (both < 0).any():
             raise ValueError(f"RankSpeed: rates {both.tolist()} must be finite and >= 0")
@@ -228,9 +226,7 @@ class SplitProblem:
 
     def stage_s(self, stage: int, times_s: FloatArray) -> float:
         """Cost of a stage from its ranks' times, shape (kinds, ranks)."""
-        return float(
-            split_search.stage_cost_s(times_s.max(axis=1), self.kind_weight, self.stages[stage].comm_s, self.hidden_fraction)
-        )
+        return float(split_search.stage_cost_s(times_s.max(axis=1), self.kind_weight, self.stages[stage].comm_s, self.hidden_fraction))
 
 
 def _constant(value: float, kinds: int) -> FloatArray:
@@ -276,9 +272,7 @@ def all_reduce_s(ranks: int, sent_bytes: FloatArray, alpha_s: float, beta_s_per_
     return np.asarray(2.0 * (ranks - 1) * (alpha_s + sent_bytes / ranks * beta_s_per_byte), dtype=np.float64)
 
 
-def split_problem(
-    group: TpGroup, mix: StepMix, speed: RankSpeed | None, factors: FloatArray | None, terms: PlanTerms
-) -> SplitProblem:
+def split_problem(group: TpGroup, mix: StepMix, speed: RankSpeed | None, factors: FloatArray | None, terms: PlanTerms) -> SplitProblem:
     """Tables' ingredients and memory of one planning problem. Raises: ValueError for a wrong rank count or MLP block."""
     model, ranks = group.model, len(group.ranks)
     speed = (RankSpeed.from_datasheet(group) if speed is None else speed).scaled(factors)
@@ -301,14 +295,10 @@ def split_problem(
     )
     kv_tokens = terms.kv_need(mix)
     units = memory_fit.total_unit_bytes(model, kv_tokens, terms.room)
-    per_unit = np.array(
-        [units.per_query_head, units.per_kv_head, units.per_mlp_column * block, units.per_vocabulary_row * row_block]
-    )
+    per_unit = np.array([units.per_query_head, units.per_kv_head, units.per_mlp_column * block, units.per_vocabulary_row * row_block])
     free = memory_fit.usable_bytes(group, terms.memory_fraction) - units.constant - _overlap_bytes(group, terms, block)
     weight = np.array([share for share, _ in mix.kinds])
-    return SplitProblem(
-        group, speed, weight, stages, block, row_block, terms.comm_hidden_fraction, per_unit, free, terms, kv_tokens
-    )
+    return SplitProblem(group, speed, weight, stages, block, row_block, terms.comm_hidden_fraction, per_unit, free, terms, kv_tokens)
 
 
 def _overlap_bytes(group: TpGroup, terms: PlanTerms, block: int) -> FloatArray:

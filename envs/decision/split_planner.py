@@ -116,9 +116,7 @@ def corner_plan(
         for lean in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0):
             mixed = (1.0 - lean) * shares + lean * room / room.sum()
             candidate = memory_fit.proportional_plan(group.model, mixed, problem.mlp_block, version)
-            if memory_fit.fits(
-                group, candidate, int(np.ceil(problem.kv_tokens)), terms.memory_fraction, terms.overlap, terms.room
-            ):
+            if memory_fit.fits(group, candidate, int(np.ceil(problem.kv_tokens)), terms.memory_fraction, terms.overlap, terms.room):
                 return candidate
     return _to_plan(problem, _best_widths(problem), version)
 

@@ -47,9 +47,7 @@ class LinkSpec:
 
     def __post_init__(self) -> None:
         if self.alpha_s < 0 or self.beta_s_per_byte <= 0:
-            raise ValueError(
-                f"LinkSpec {self.name!r}: alpha_s={self.alpha_s} must be >= 0 and beta_s_per_byte={self.beta_s_per_byte} > 0"
-            )
+            raise ValueError(f"LinkSpec {self.name!r}: alpha_s={self.alpha_s} must be >= 0 and beta_s_per_byte={self.beta_s_per_byte} > 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +74,7 @@ class ModelSpec:
             if getattr(self, field) < 1:
                 raise ValueError(f"ModelSpec {self.name!r}: {field}={getattr(self, field)} must be at least 1")
         if self.query_heads % self.kv_heads:
-            raise ValueError(
-                f"ModelSpec {self.name!r}: query_heads={self.query_heads} is no multiple of kv_heads={self.kv_heads}"
-            )
+            raise ValueError(f"ModelSpec {self.name!r}: query_heads={self.query_heads} is no multiple of kv_heads={self.kv_heads}")
         for dtype in (self.weight_dtype, self.kv_dtype):
             if dtype not in NUMBER_BYTES:
                 raise ValueError(f"ModelSpec {self.name!r}: dtype {dtype!r} unknown; known: {', '.join(NUMBER_BYTES)}")

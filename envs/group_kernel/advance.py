@@ -548,9 +548,7 @@ def _plan_decode_steps(state, g, decode0, decode1, kv0, kv1):
     parts = _time_step(state, g, decode0, decode1, 0.0, 0.0, kv0, kv1, decode0, decode1, decoding)
     while steps > 1:
         last = steps - 1
-        end = _time_step(
-            state, g, decode0, decode1, 0.0, 0.0, kv0 + last * decode0, kv1 + last * decode1, decode0, decode1, decoding
-        )
+        end = _time_step(state, g, decode0, decode1, 0.0, 0.0, kv0 + last * decode0, kv1 + last * decode1, decode0, decode1, decoding)
         if end[6] == parts[6]:
             break
         steps = (steps + 1) // 2

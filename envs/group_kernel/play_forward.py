@@ -115,9 +115,7 @@ def total_score(scratch, limits, horizon_s):
         if math.isnan(first_s):
             first_s = horizon_s
         finish_s = max(first_s, floats[L.RF_FINISH_S])
-        total += _score(
-            limits, ints[L.RI_CLASS], ints[L.RI_PROMPT], floats[L.RF_ARRIVAL_S], first_s, finish_s, ints[L.RI_GENERATED]
-        )
+        total += _score(limits, ints[L.RI_CLASS], ints[L.RI_PROMPT], floats[L.RF_ARRIVAL_S], first_s, finish_s, ints[L.RI_GENERATED])
     return total
 
 
@@ -175,9 +173,7 @@ def what_if_gain(
                 limit_s = limits[resident_ints[i, 1], 2]
                 _load_resident(scratch, now_s, resident_ints[i], resident_floats[i], remaining, limit_s)
             if joins == 1:
-                slot = Q.enqueue(
-                    scratch, 0, now_s, 0, class_index, prompt, target, arrival_s, request_key, limits[class_index, 2]
-                )
+                slot = Q.enqueue(scratch, 0, now_s, 0, class_index, prompt, target, arrival_s, request_key, limits[class_index, 2])
                 scratch.slot_int[0, slot, L.SI_DONE] = min(hits, prompt - 1)
             advance_group(scratch, 0, now_s + horizon_s)
             total = total_score(scratch, limits, now_s + horizon_s)

@@ -156,9 +156,7 @@ def weight_bytes(model: ModelSpec, plan: SplitPlan, overlap: Overlap = NO_OVERLA
     return _bytes(weight_unit_bytes(model), _unit_counts(model, plan, overlap))
 
 
-def workspace_bytes(
-    model: ModelSpec, plan: SplitPlan, room: StepRoom = DEFAULT_ROOM, overlap: Overlap = NO_OVERLAP
-) -> FloatArray:
+def workspace_bytes(model: ModelSpec, plan: SplitPlan, room: StepRoom = DEFAULT_ROOM, overlap: Overlap = NO_OVERLAP) -> FloatArray:
     """Activation, logit and all-reduce workspace bytes per rank, shape (ranks,)."""
     return _bytes(workspace_unit_bytes(model, room), _unit_counts(model, plan, overlap))
 
@@ -241,9 +239,7 @@ def default_mlp_block(model: ModelSpec) -> int:
     return next((d for d in divisors if model.mlp_width // d <= 1024 and d < model.mlp_width), block)
 
 
-def proportional_plan(
-    model: ModelSpec, shares: Sequence[float] | FloatArray, mlp_block: int | None = None, version: int = 0
-) -> SplitPlan:
+def proportional_plan(model: ModelSpec, shares: Sequence[float] | FloatArray, mlp_block: int | None = None, version: int = 0) -> SplitPlan:
     """Every cut in the same proportions, by largest remainder. Memory is not looked at."""
     block = default_mlp_block(model) if mlp_block is None else mlp_block
     if block < 1 or model.mlp_width % block:
@@ -257,9 +253,7 @@ def proportional_plan(
     )
 
 
-def fill_shares(
-    group: TpGroup, kv_tokens: float = 0.0, memory_fraction: float = 0.9, room: StepRoom = DEFAULT_ROOM
-) -> FloatArray:
+def fill_shares(group: TpGroup, kv_tokens: float = 0.0, memory_fraction: float = 0.9, room: StepRoom = DEFAULT_ROOM) -> FloatArray:
     """Largest share of the model (weights, workspace and KV of `kv_tokens`) each rank can hold, shape (ranks,).
 
     They sum to at least 1 where the model fits, up to rounding to whole heads.

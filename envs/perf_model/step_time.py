@@ -103,9 +103,7 @@ def step_parts(g, rank_cost, group_cost, residual, slow, tokens0, tokens1, pairs
             head_weight = max(head_weight, rank_cost[g, 1, r, RC_HEAD_WEIGHT_S])
             overhead = max(overhead, rank_cost[g, 1, r, RC_OVERHEAD_S])
             head_token = max(head_token, rank_cost[g, 1, r, RC_HEAD_SEQUENCE_S])
-        flop = (
-            tokens0 * rank_cost[g, 0, r, RC_ATTENTION_TOKEN_S] + tokens1 * rank_cost[g, 1, r, RC_ATTENTION_TOKEN_S]
-        ) * slow_compute
+        flop = (tokens0 * rank_cost[g, 0, r, RC_ATTENTION_TOKEN_S] + tokens1 * rank_cost[g, 1, r, RC_ATTENTION_TOKEN_S]) * slow_compute
         pair = (pairs0 * rank_cost[g, 0, r, RC_PREFILL_PAIR_S] + pairs1 * rank_cost[g, 1, r, RC_PREFILL_PAIR_S]) * slow_compute
         small = tokens0 * rank_cost[g, 0, r, RC_ELEMENTWISE_TOKEN_S] + tokens1 * rank_cost[g, 1, r, RC_ELEMENTWISE_TOKEN_S]
         read = small * slow_memory + (kv0 * rank_cost[g, 0, r, RC_DECODE_KV_S] + kv1 * rank_cost[g, 1, r, RC_DECODE_KV_S]) * slow_memory
@@ -114,9 +112,7 @@ def step_parts(g, rank_cost, group_cost, residual, slow, tokens0, tokens1, pairs
             attention_s = total
             attention_flop_s = flop + pair
             attention_rank = r
-            attention_slope = (
-                decode0 * rank_cost[g, 0, r, RC_DECODE_KV_S] + decode1 * rank_cost[g, 1, r, RC_DECODE_KV_S]
-            ) * slow_memory
+            attention_slope = (decode0 * rank_cost[g, 0, r, RC_DECODE_KV_S] + decode1 * rank_cost[g, 1, r, RC_DECODE_KV_S]) * slow_memory
         flop = (tokens0 * rank_cost[g, 0, r, RC_MLP_TOKEN_S] + tokens1 * rank_cost[g, 1, r, RC_MLP_TOKEN_S]) * slow_compute
         total = max(flop, mlp_weight * touched * slow_memory) * bend
         if total > mlp_s:
@@ -156,6 +152,4 @@ def rank_times(g, rank_cost, group_cost, residual, slow, plan, tokens, pairs, kv
         attention += pairs * cost[RC_PREFILL_PAIR_S] * slow[g, r, 0] + kv * cost[RC_DECODE_KV_S] * slow[g, r, 1]
         attention += tokens * cost[RC_ELEMENTWISE_TOKEN_S] * slow[g, r, 1] + cost[RC_OVERHEAD_S]
         out[r, 0] = attention * interference
-        out[r, 1] = (
-            max(tokens * cost[RC_MLP_TOKEN_S] * slow[g, r, 0], cost[RC_MLP_WEIGHT_S] * slow[g, r, 1]) * bend * interference
-        )
+        out[r, 1] = max(tokens * cost[RC_MLP_TOKEN_S] * slow[g, r, 0], cost[RC_MLP_WEIGHT_S] * slow[g, r, 1]) * bend * interference

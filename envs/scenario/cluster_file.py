@@ -168,9 +168,7 @@ def _limits(row: LimitsEntry, model: ModelSpec) -> ClusterLimits:
     if context_tokens is None:
         context_tokens = min(DEFAULT_CONTEXT_TOKENS, model.context_tokens)
     if context_tokens > model.context_tokens:
-        raise ScenarioError(
-            f"limits.context_tokens: {context_tokens} is beyond the {model.context_tokens} of {model.name!r}; lower it"
-        )
+        raise ScenarioError(f"limits.context_tokens: {context_tokens} is beyond the {model.context_tokens} of {model.name!r}; lower it")
     return ClusterLimits(row.max_running, row.queue_limit, row.hold_limit, row.kv_block_tokens, context_tokens, row.kv_blocks)
 
 

@@ -51,8 +51,7 @@ class ScriptedFault:
             raise ValueError(f"ScriptedFault: kind {self.kind!r} unknown; known: {', '.join(FAULT_KINDS)}")
         if self.start_s < 0 or self.length_s <= 0 or self.size < 1:
             raise ValueError(
-                f"ScriptedFault {self.kind}: start_s={self.start_s} must be >= 0, length_s={self.length_s} > 0 "
-                f"and size={self.size} >= 1"
+                f"ScriptedFault {self.kind}: start_s={self.start_s} must be >= 0, length_s={self.length_s} > 0 and size={self.size} >= 1"
             )
 
 
@@ -72,16 +71,12 @@ class ClusterSpec:
         if not self.groups:
             raise ValueError(f"ClusterSpec {self.name!r}: no groups; give at least one")
         if len(self.parked) != len(self.groups):
-            raise ValueError(
-                f"ClusterSpec {self.name!r}: {len(self.parked)} parked flags, {len(self.groups)} groups; give one each"
-            )
+            raise ValueError(f"ClusterSpec {self.name!r}: {len(self.parked)} parked flags, {len(self.groups)} groups; give one each")
         if all(self.parked):
             raise ValueError(f"ClusterSpec {self.name!r}: every group is parked; leave at least one running")
         for group in self.groups:
             if group.model != self.model:
-                raise ValueError(
-                    f"ClusterSpec {self.name!r}: group {group.name!r} serves {group.model.name!r}, not {self.model.name!r}"
-                )
+                raise ValueError(f"ClusterSpec {self.name!r}: group {group.name!r} serves {group.model.name!r}, not {self.model.name!r}")
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})

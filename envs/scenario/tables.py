@@ -56,8 +56,7 @@ def link_table() -> str:
 
 def cluster_list(clusters: Sequence[ClusterSpec]) -> str:
     rows = [
-        (spec.name, str(len(spec.groups)), str(sum(spec.parked)), str(spec.gpus), spec.model.name, spec.description)
-        for spec in clusters
+        (spec.name, str(len(spec.groups)), str(sum(spec.parked)), str(spec.gpus), spec.model.name, spec.description) for spec in clusters
     ]
     return table(("cluster", "groups", "parked", "GPUs", "model", "what it is"), rows)
 

@@ -64,6 +64,4 @@ def load_trace(
     if repeat and len(table):
         return table.repeat_to(limit)
     left_out = f", {stream.report.rows_left_out} left out" if stream.report.rows_left_out else ""
-    raise TraceError(
-        f"{path}: {limit} requests wanted, {len(table)} there{left_out}; ask for at most {len(table)}, or for a repeat"
-    )
+    raise TraceError(f"{path}: {limit} requests wanted, {len(table)} there{left_out}; ask for at most {len(table)}, or for a repeat")

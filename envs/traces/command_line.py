@@ -24,29 +24,19 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--time-unit", default="s", help=f"of the generic format: {', '.join(TIME_UNITS_S)} or stamp (default %(default)s)"
     )
-    reading.add_argument(
-        "--rate", type=float, help="made-up arrivals, requests (or sessions) per second (default: the file's own)"
-    )
-    reading.add_argument(
-        "--burstiness", type=float, default=1.0, help="gamma shape of made-up gaps, 1 = Poisson (default %(default)s)"
-    )
+    reading.add_argument("--rate", type=float, help="made-up arrivals, requests (or sessions) per second (default: the file's own)")
+    reading.add_argument("--burstiness", type=float, default=1.0, help="gamma shape of made-up gaps, 1 = Poisson (default %(default)s)")
     reading.add_argument(
         "--spread-ticks-s", type=float, help="spread requests of one stamp over so many seconds (Mooncake: 3; default off)"
     )
     reading.add_argument("--seed", type=int, default=0, help="of everything drawn (default %(default)s)")
-    reading.add_argument(
-        "--class", dest="service_class", help="service class of all rows: chat, code or batch (default: the file's)"
-    )
-    reading.add_argument(
-        "--keep-zero-output", action="store_true", help="keep rows without output as one token (default: left out)"
-    )
+    reading.add_argument("--class", dest="service_class", help="service class of all rows: chat, code or batch (default: the file's)")
+    reading.add_argument("--keep-zero-output", action="store_true", help="keep rows without output as one token (default: left out)")
     reading.add_argument("--duration-s", type=float, help="seconds to draw from a file of parameters (ServeGen, BLIS)")
     reading.add_argument(
         "--window-start-s", type=float, default=0.0, help="where in ServeGen's days to begin, seconds (default %(default)s)"
     )
-    reading.add_argument(
-        "--rate-scale", type=float, default=1.0, help="times the rate of a file of parameters (default %(default)s)"
-    )
+    reading.add_argument("--rate-scale", type=float, default=1.0, help="times the rate of a file of parameters (default %(default)s)")
     reading.add_argument("--characters-per-token", type=float, help="count tokens of texts so (default: texts are refused)")
     reading.add_argument("--default-output-tokens", type=int, help="where a row has no output length (default: refused)")
     reading.add_argument("--year", type=int, default=2000, help="of vLLM log stamps, which carry none (default %(default)s)")
@@ -67,9 +57,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole parser."""
-    parser = _OneLineParser(
-        prog="python -m envs.traces", description="Look at, convert and make request traces. Times are seconds."
-    )
+    parser = _OneLineParser(prog="python -m envs.traces", description="Look at, convert and make request traces. Times are seconds.")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_OneLineParser, metavar="VERB")
 
     inspect = verbs.add_parser("inspect", help="rows, span, rates, burstiness, lengths, prefix sharing, what was left out")

@@ -91,21 +91,15 @@ def fetch(
                     if now_s() > end_s:
                         raise TraceError(f"fetch {file.name}: not done within {deadline_s:g} s; raise --deadline-s or try later")
                     if got_bytes > file.bytes_max:
-                        raise TraceError(
-                            f"fetch {file.name}: {file.url} is over {file.bytes_max} bytes, not the known file; stopped"
-                        )
+                        raise TraceError(f"fetch {file.name}: {file.url} is over {file.bytes_max} bytes, not the known file; stopped")
                     digest.update(chunk)
                     out.write(chunk)
         except (urllib.error.URLError, OSError, http.client.HTTPException) as fault:
             reason = getattr(fault, "reason", fault)
-            raise TraceError(
-                f"fetch {file.name}: {file.url} cannot be reached ({reason}); without a network use synthesize"
-            ) from fault
+            raise TraceError(f"fetch {file.name}: {file.url} cannot be reached ({reason}); without a network use synthesize") from fault
         found = digest.hexdigest()
         if not found.startswith(file.sha256):
-            raise TraceError(
-                f"fetch {file.name}: sha256 {found} is not the expected {file.sha256}; the file changed at its source"
-            )
+            raise TraceError(f"fetch {file.name}: sha256 {found} is not the expected {file.sha256}; the file changed at its source")
     if len(file.sha256) == 64:
         return path, f"sha256 {found} as expected"
     return path, f"sha256 {found}; only its beginning {file.sha256} is known here and agrees, so the whole file is not verified"

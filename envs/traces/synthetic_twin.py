@@ -214,6 +214,4 @@ def synthesize(
     rng = np.random.default_rng(0) if rng is None else rng
     if kind == "mooncake":
         return _mooncake_twin(kind, duration_s, rate_scale, spread_ticks, rng)
-    return _azure_twin(
-        kind, _on_off_arrivals_s if kind == "azure-code" else _near_poisson_arrivals_s, duration_s, rate_scale, rng
-    )
+    return _azure_twin(kind, _on_off_arrivals_s if kind == "azure-code" else _near_poisson_arrivals_s, duration_s, rate_scale, rng)

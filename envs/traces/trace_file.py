@@ -55,9 +55,7 @@ class TraceFile:
         if not self.path.exists():
             raise self.error(f"no such file; {_WANTED_NOTHING_FOUND}; check the path")
         if not self.path.is_file():
-            raise self.error(
-                f"is a folder, not a file; {_WANTED_NOTHING_FOUND}; name the file inside (folders: ServeGen and Weka only)"
-            )
+            raise self.error(f"is a folder, not a file; {_WANTED_NOTHING_FOUND}; name the file inside (folders: ServeGen and Weka only)")
         if self.path.stat().st_size == 0:
             raise self.error(f"is empty (0 bytes); {_WANTED_NOTHING_FOUND}; give a trace with at least one row")
 
@@ -237,6 +235,4 @@ def _visible_keys(text: str) -> dict[str, Any] | None:
 
 def columns_message(missing: list[str], wanted: tuple[str, ...], found: list[str] | tuple[str, ...]) -> str:
     """One line: which column is missing, the columns wanted and the columns found."""
-    return (
-        f"column {', '.join(missing)} missing; columns wanted: {', '.join(wanted)}; columns found: {', '.join(found) or 'none'}"
-    )
+    return f"column {', '.join(missing)} missing; columns wanted: {', '.join(wanted)}; columns found: {', '.join(found) or 'none'}"

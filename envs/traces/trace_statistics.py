@@ -131,9 +131,7 @@ def describe(table: TraceTable) -> list[str]:
                 f"p99 {lengths.p99:.0f}, max {lengths.largest}"
             )
     counts = np.bincount(table.class_index, minlength=len(SERVICE_CLASSES))
-    lines.append(
-        "classes: " + ", ".join(f"{service.name} {count}" for service, count in zip(SERVICE_CLASSES, counts, strict=True))
-    )
+    lines.append("classes: " + ", ".join(f"{service.name} {count}" for service, count in zip(SERVICE_CLASSES, counts, strict=True)))
     sessions = np.unique(table.session[table.session != NO_SESSION]).size
     lines.append(f"sessions: {sessions}" if sessions else "sessions: none in this trace")
     sharing = sharing_of(table)

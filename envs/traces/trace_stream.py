@@ -98,8 +98,7 @@ class TraceStream:
         if report.rows == 0:
             why = f" ({report.rows_left_out} left out: {', '.join(report.left_out)})" if report.left_out else ""
             raise self._file.error(
-                f"holds no usable row{why}; columns wanted: {', '.join(self._wanted)}; "
-                f"columns found: {_found(self._file)}; check the file"
+                f"holds no usable row{why}; columns wanted: {', '.join(self._wanted)}; columns found: {_found(self._file)}; check the file"
             )
 
 
@@ -162,9 +161,7 @@ def _unrecognised(file: TraceFile, head: TraceHead) -> TraceError:
     found = tuple(map(str, head.first)) if isinstance(head.first, dict) else head.columns
     if scores[nearest] == 0:
         shown = ", ".join(found)[:120] or "none"
-        return file.error(
-            f"is of no known format; columns found: {shown}; name columns (--columns) or a format: {', '.join(READERS)}"
-        )
+        return file.error(f"is of no known format; columns found: {shown}; name columns (--columns) or a format: {', '.join(READERS)}")
     wanted = READERS[nearest].wanted
     missing = [name for name in wanted if name not in head.keys]
     return file.error(f"nearest format is {nearest}; {columns_message(missing, wanted, found)}")

@@ -230,9 +230,7 @@ def table_of_rows(rows: Iterable[TraceRow], source: str, report: ReadReport | No
         raise TraceError(f"{source}: prefix blocks of several sizes ({sorted(sizes)} tokens) in one trace; convert them apart")
     for label, count in unknown.items():
         if report is not None:
-            report.note(
-                f"class {label!r} of {count} rows is none of {', '.join(CLASS_INDEX)}; they count as {report.default_class}"
-            )
+            report.note(f"class {label!r} of {count} rows is none of {', '.join(CLASS_INDEX)}; they count as {report.default_class}")
     return _sorted_table(
         (arrival, prompt, output, limit, priority, classes, session, offsets, ids), tuple(names), sizes, source, report, synthetic
     )
@@ -248,8 +246,7 @@ def _sorted_table(
 ) -> TraceTable:
     kinds = (np.float64, np.int32, np.int32, np.int32, np.int16, np.int8, np.int32, np.int64, np.int64)
     arrival_s, prompt, output, limit, priority, classes, session, offsets, ids = (
-        np.frombuffer(column, dtype=kind) if len(column) else np.empty(0, kind)
-        for column, kind in zip(columns, kinds, strict=True)
+        np.frombuffer(column, dtype=kind) if len(column) else np.empty(0, kind) for column, kind in zip(columns, kinds, strict=True)
     )
     order = np.argsort(arrival_s, kind="stable")
     is_sorted = bool(np.all(np.diff(arrival_s) >= 0))

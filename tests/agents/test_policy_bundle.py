@@ -40,10 +40,7 @@ def plain_score(bundle, candidates, context, mask) -> list[float]:
 
     weights, scaling = bundle.contents.weights, bundle.contents.scaling
     clip = lambda x: max(-scaling.clip, min(scaling.clip, x))  # noqa: E731
-    rows = [
-        [clip((x - m) / s) for x, m, s in zip(row, scaling.candidate_mean, scaling.candidate_scale, strict=True)]
-        for row in candidates
-    ]
+    rows = [[clip((x - m) / s) for x, m, s in zip(row, scaling.candidate_mean, scaling.candidate_scale, strict=True)] for row in candidates]
     ctx = [clip((x - m) / s) for x, m, s in zip(context, scaling.context_mean, scaling.context_scale, strict=True)]
 
     def linear(name, vector):
@@ -58,9 +55,7 @@ def plain_score(bundle, candidates, context, mask) -> list[float]:
         for row, allowed in zip(rows, mask, strict=True)
         if allowed
     ]
-    pool = [sum(column) / len(embedded) for column in zip(*embedded, strict=True)] + [
-        max(column) for column in zip(*embedded, strict=True)
-    ]
+    pool = [sum(column) / len(embedded) for column in zip(*embedded, strict=True)] + [max(column) for column in zip(*embedded, strict=True)]
     state = add(linear("first_context", ctx), linear("first_pool", pool))
     scores = []
     for row in rows:

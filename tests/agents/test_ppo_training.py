@@ -148,9 +148,7 @@ def test_killed_run_resumes_to_the_same_numbers(tmp_path):
 
 
 def test_worker_processes_change_no_number(tmp_path):
-    apart = train_ppo(
-        [ObviousChoiceEnv] * 2, dataclasses.replace(SMALL, total_decisions=400, worker_processes=True), tmp_path / "apart"
-    )
+    apart = train_ppo([ObviousChoiceEnv] * 2, dataclasses.replace(SMALL, total_decisions=400, worker_processes=True), tmp_path / "apart")
     together = train_ppo([ObviousChoiceEnv] * 2, dataclasses.replace(SMALL, total_decisions=400), tmp_path / "together")
     assert apart.history == together.history
     for name, weight in together.policy.state_dict().items():
@@ -268,9 +266,7 @@ def test_long_step_does_not_keep_a_worker_alive(tmp_path):
     pids = tmp_path / "pids"
     pids.mkdir()
     here = Path(__file__).parent
-    parent = subprocess.Popen(
-        [sys.executable, str(script), str(here.parents[1]), str(here), str(pids)], stdout=subprocess.PIPE, text=True
-    )
+    parent = subprocess.Popen([sys.executable, str(script), str(here.parents[1]), str(here), str(pids)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout.readline() == "stepping\n"
     worker = int(next(pids.iterdir()).name)
     assert is_running(worker)

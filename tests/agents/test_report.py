@@ -96,9 +96,7 @@ def test_same_results_give_the_same_page(tmp_path):
 
 @pytest.mark.fault("K13")
 def test_nothing_measured_gives_dashes(tmp_path):
-    empty = results(
-        policies={"least_work_left": tuple(summary(0.0, empty=True) for _ in range(WORLDS))}, learned=(), learning_curve=()
-    )
+    empty = results(policies={"least_work_left": tuple(summary(0.0, empty=True) for _ in range(WORLDS))}, learned=(), learning_curve=())
     page = write_report(empty, tmp_path / "report.html").read_text()
     assert "<td>–</td>" in page and "nan" not in page.lower().replace("nanoseconds", "")
     assert page.count("<svg") == 1

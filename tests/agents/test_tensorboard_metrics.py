@@ -57,9 +57,7 @@ def test_training_writes_documented_tags(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     written = events.Tags()["scalars"]
-    assert {"serve/goodput_fraction", "split/rank_imbalance_fraction", "train/approx_kl", "train/validation_score"} <= set(
-        written
-    )
+    assert {"serve/goodput_fraction", "split/rank_imbalance_fraction", "train/approx_kl", "train/validation_score"} <= set(written)
     assert [event.step for event in events.Scalars("train/approx_kl")] == [200, 400]
     text = (Path(__file__).parents[2] / "docs" / "tensorboard.md").read_text()
     documented = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}

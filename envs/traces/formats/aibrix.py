@@ -30,9 +30,7 @@ def read(file: TraceFile, options: ReadOptions, report: ReadReport) -> Iterator[
         arrival_s = seconds(record.get("timestamp"), 1e-3, file, line, "timestamp", options)
         requests = record.get("requests")
         if not isinstance(requests, list):
-            raise file.error(
-                f"key requests holds no list; columns wanted: {', '.join(COLUMNS)}; columns found: {', '.join(record)}", line
-            )
+            raise file.error(f"key requests holds no list; columns wanted: {', '.join(COLUMNS)}; columns found: {', '.join(record)}", line)
         for request in requests:
             if not isinstance(request, dict):
                 raise file.error(f"a request is a {type(request).__name__}, expected an object", line)

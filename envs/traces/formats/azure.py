@@ -37,9 +37,7 @@ def read(file: TraceFile, options: ReadOptions, report: ReadReport) -> Iterator[
         if images is None:
             yield TraceRow(arrival_s, prompt_tokens, output_tokens)
         else:
-            yield TraceRow(
-                arrival_s, prompt_tokens, output_tokens, extra={"images": token_count(images, file, line, "NumImages")}
-            )
+            yield TraceRow(arrival_s, prompt_tokens, output_tokens, extra={"images": token_count(images, file, line, "NumImages")})
 
 
 READER = Reader("azure", "calendar stamps", COLUMNS, read, has_columns(*COLUMNS))

@@ -103,9 +103,7 @@ def _clients(document: dict[str, Any], file: TraceFile, rate_scale: float) -> li
         if document.get(key):
             raise file.error(f"{key} is not drawn here; read that data set itself (format servegen), or list clients")
     rate = float(rate) * rate_scale
-    clients = [
-        _client(entry, str((entry or {}).get("id", i)), 1, rate, file) for i, entry in enumerate(document.get("clients") or [])
-    ]
+    clients = [_client(entry, str((entry or {}).get("id", i)), 1, rate, file) for i, entry in enumerate(document.get("clients") or [])]
     for i, entry in enumerate(document.get("cohorts") or []):
         population = entry.get("population") if isinstance(entry, dict) else None
         if not isinstance(population, int) or not 1 <= population <= 100_000:

@@ -67,8 +67,6 @@ def length_distribution(entry: Any, where: str) -> LengthDistribution:
         raise TraceError(f"{where}: {kind} needs finite {', '.join(NEEDED[kind])}; found {', '.join(numbers) or 'none'}")
     if kind == "empirical" and not (numbers and min(numbers.values()) >= 0 and sum(numbers.values()) > 0):
         raise TraceError(f"{where}: empirical needs token counts with probabilities")
-    if any(numbers.get(key, 1.0) < 0 for key in ("std_dev", "sigma")) or any(
-        numbers.get(key, 1.0) <= 0 for key in ("alpha", "xm")
-    ):
+    if any(numbers.get(key, 1.0) < 0 for key in ("std_dev", "sigma")) or any(numbers.get(key, 1.0) <= 0 for key in ("alpha", "xm")):
         raise TraceError(f"{where}: {kind} has a negative spread or a scale that is not positive: {numbers}")
     return LengthDistribution(kind, numbers)

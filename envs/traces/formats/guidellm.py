@@ -30,9 +30,7 @@ def _records(file: TraceFile, names: tuple[str, ...]) -> Iterator[tuple[int, dic
 
 def read(file: TraceFile, options: ReadOptions, report: ReadReport) -> Iterator[TraceRow]:
     """Yield rows; `options.columns` renames arrival, prompt and output as GuideLLM's *_column settings do."""
-    stamp, prompt, output = (
-        options.columns.get(key, name) for key, name in zip(("arrival", "prompt", "output"), COLUMNS, strict=True)
-    )
+    stamp, prompt, output = (options.columns.get(key, name) for key, name in zip(("arrival", "prompt", "output"), COLUMNS, strict=True))
     names = (stamp, prompt, output)
     for line, record in _records(file, names):
         session = record.get("conversation_id") or None

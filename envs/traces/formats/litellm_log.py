@@ -57,9 +57,7 @@ def read(file: TraceFile, options: ReadOptions, report: ReadReport) -> Iterator[
 
 
 def _recognise(head: TraceHead) -> bool:
-    return isinstance(head.first, dict) and (
-        {"startTime", "completion_tokens"} <= head.keys or "standard_logging_object" in head.keys
-    )
+    return isinstance(head.first, dict) and ({"startTime", "completion_tokens"} <= head.keys or "standard_logging_object" in head.keys)
 
 
 READER = Reader("litellm-log", "calendar stamps or epoch seconds", COLUMNS, read, _recognise)

@@ -42,9 +42,7 @@ def reader_of(block_tokens: int, unit_s: float | None) -> Read:
                 block_tokens=block_tokens,
             )
         if blocks_short:
-            report.note(
-                f"{blocks_short} rows do not have ceil(input_length / {block_tokens}) hash_ids; block size may be another"
-            )
+            report.note(f"{blocks_short} rows do not have ceil(input_length / {block_tokens}) hash_ids; block size may be another")
 
     return read
 

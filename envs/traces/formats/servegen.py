@@ -98,9 +98,7 @@ def read(file: TraceFile, options: ReadOptions, report: ReadReport) -> Iterator[
         for window in client.windows:
             by_start.setdefault(window.start_s, []).append((client, window))
     if not by_start:
-        raise TraceError(
-            f"{file.path}: no traffic in {start_s:g} to {end_s:g} s; choose another --window-start-s or --duration-s"
-        )
+        raise TraceError(f"{file.path}: no traffic in {start_s:g} to {end_s:g} s; choose another --window-start-s or --duration-s")
     for window_s in sorted(by_start):
         span = (max(start_s, window_s), min(end_s, window_s + RATE_WINDOW_S))
         yield from _window_rows(by_start[window_s], span, lengths, options, rows_rng)

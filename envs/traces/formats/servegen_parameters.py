@@ -102,9 +102,7 @@ def _windows(content: bytes, name: str, start_s: float, end_s: float, file: Trac
                 continue
             windows.append(RateWindow(window_s, rate, cells[3].lower(), float(cells[4])))
         except (ValueError, IndexError) as fault:
-            raise file.error(
-                f"chunk-{name}-trace.csv, line {line}: {fault}; expected start, rate, CV, pattern, shape, scale"
-            ) from fault
+            raise file.error(f"chunk-{name}-trace.csv, line {line}: {fault}; expected start, rate, CV, pattern, shape, scale") from fault
     return windows
 
 

@@ -108,6 +108,4 @@ def _is_flat(head: TraceHead) -> bool:
 
 
 FLAT_READER = Reader("weka-flat", "seconds", FLAT_COLUMNS, read_flat, _is_flat, "code", needs_arrival=True, places_sessions=True)
-SESSIONS_READER = Reader(
-    "weka", "seconds", SESSION_COLUMNS, read_sessions, _is_sessions, "code", needs_arrival=True, places_sessions=True
-)
+SESSIONS_READER = Reader("weka", "seconds", SESSION_COLUMNS, read_sessions, _is_sessions, "code", needs_arrival=True, places_sessions=True)

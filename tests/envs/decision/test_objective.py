@@ -15,9 +15,7 @@ CHAT, CODE, BATCH = CLASS_INDEX["chat"], CLASS_INDEX["code"], CLASS_INDEX["batch
 HORIZON_S = 60.0
 
 
-def outcome(
-    class_index=CHAT, kind=OutcomeKind.COMPLETED, arrival_s=10.0, ttft_s=1.0, tpot_s=0.05, prompt=1000, tokens=101, **more
-):
+def outcome(class_index=CHAT, kind=OutcomeKind.COMPLETED, arrival_s=10.0, ttft_s=1.0, tpot_s=0.05, prompt=1000, tokens=101, **more):
     served = kind is OutcomeKind.COMPLETED
     first_s = arrival_s + ttft_s if served else math.nan
     finish_s = first_s + tpot_s * (tokens - 1) if served else math.nan

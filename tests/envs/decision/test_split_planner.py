@@ -146,9 +146,7 @@ def test_no_split_is_faster_where_memory_is_ample(problem):
     best = plan(group, mix, speed=speed, terms=terms)
     best.check_covers(model)
     assert fits(group, best, int(mix.kv_tokens + mix.prefill_tokens), room=SMALL_ROOM)
-    assert step_cost_s(group, best, mix, speed=speed, terms=terms) == pytest.approx(
-        brute_force(group, mix, speed, terms), rel=1e-9
-    )
+    assert step_cost_s(group, best, mix, speed=speed, terms=terms) == pytest.approx(brute_force(group, mix, speed, terms), rel=1e-9)
 
 
 def tight_group(model: ModelSpec, mix: StepMix, tightness: list[float], room: StepRoom) -> tuple[TpGroup, PlanTerms]:

@@ -77,9 +77,7 @@ def feed(state, arrivals_s, prompts, outputs, until_s=1e12):
     return found, worst
 
 
-requests_strategy = st.lists(
-    st.tuples(st.floats(0.0, 2.0), st.integers(1, 1500), st.integers(1, 60)), min_size=1, max_size=25
-)
+requests_strategy = st.lists(st.tuples(st.floats(0.0, 2.0), st.integers(1, 1500), st.integers(1, 60)), min_size=1, max_size=25)
 
 
 @settings(max_examples=60, deadline=None)

@@ -138,9 +138,7 @@ def test_apportion_refuses_shares_that_mean_nothing(shares):
         apportion(8, shares)
 
 
-@pytest.mark.parametrize(
-    ("width", "block"), [(28672, 128), (256, 4), (344, 4), (1600, 16), (97, 1), (11008, 128), (4099, 1), (9999, 11)]
-)
+@pytest.mark.parametrize(("width", "block"), [(28672, 128), (256, 4), (344, 4), (1600, 16), (97, 1), (11008, 128), (4099, 1), (9999, 11)])
 def test_default_mlp_block(width, block):
     """Power of two with at least 64 blocks left, at most 128; 9,999 = 11 x 909; a prime width goes column by column."""
     assert default_mlp_block(replace(H6K2, mlp_width=width)) == block
