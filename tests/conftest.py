@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[1]
+# pytest puts this folder on the path, where tests/envs would pass for the package envs when bare `pytest` is run;
+# with the project on the path as well, the real package wins, since it has an __init__.py
+sys.path.insert(0, str(PROJECT))
 
 
 @pytest.fixture(scope="session")
