@@ -213,10 +213,16 @@ class Experiment:
             policies={name: tuple(rows) for name, rows in policies.items()},
             best_heuristic=self._route_name(),
             learned=tuple(name for name in policies if name.startswith("ppo")),
-            learning_curve=tuple(row for agent in ("route", "joint") for row in self.history.get(agent, [])[:]),
+            learning_curve=self._learning_curve(),
             notes=tuple(self._notes()),
             provenance=provenance(self.config.model_dump(), self.config.seed),
         )
+
+    def _learning_curve(self) -> tuple[dict[str, float], ...]:
+        """Validation goodput over training decisions of the router (or the joint agent)."""
+        rows = self.history.get("route") or self.history.get("joint") or []
+        tag = "train/validation_score"
+        return tuple({"decisions": row["decisions"], "score": row[tag]} for row in rows if tag in row)
 
     def _route_name(self) -> str:
         return "linear_cem" if self.best.route.startswith("linear") else self.best.route

@@ -28,6 +28,8 @@ SEED = 20240611
 SCRIPT = "calibration/fit_coefficients.py"
 ALL_REDUCE_BYTES_MAX = 64 * 2**20
 Errors = dict[str, dict[str, float]]
+ReduceCosts = dict[int, tuple[float, float, float]]
+CrossNode = tuple[tuple[float, float, float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +101,13 @@ class Fitted:
     kernels: Kernels
     host: HostFit
     eager: EagerFit | None
-    all_reduce: dict[int, tuple[float, float, float]]
+    all_reduce: ReduceCosts
     errors: Errors
     provenance: dict[str, str]
     borrowed: dict[str, str]
     all_reduce_link: str = ""
     link_bandwidth: bool = False
-    cross_node: tuple[tuple[float, float, float, float], ...] = ()
+    cross_node: CrossNode = ()
 
 
 def _provenance(source: str, rows: int, what: str) -> str:
@@ -152,9 +154,9 @@ def _fit_affine_family(timings: Timings, rng: np.random.Generator) -> tuple[floa
     return alpha_s, beta, timings.rows(held)
 
 
-def fit_all_reduce(data: Path, gpu: str, rng: np.random.Generator) -> tuple[dict[int, tuple[float, float, float]], Errors, int]:
+def fit_all_reduce(data: Path, gpu: str, rng: np.random.Generator) -> tuple[ReduceCosts, Errors, int]:
     """{ranks: (alpha_s, beta, eager alpha_s)} of vLLM's custom all-reduce up to 64 MiB, and the graph fit's error."""
-    found: dict[int, tuple[float, float, float]] = {}
+    found: ReduceCosts = {}
     predicted, measured, rows = [], [], 0
     for ranks in (2, 4, 8):
         graph, eager = (M.aiconfigurator_all_reduce(data, gpu, ranks, backend) for backend in ("graph", "eager"))
@@ -167,7 +169,7 @@ def fit_all_reduce(data: Path, gpu: str, rng: np.random.Generator) -> tuple[dict
     return found, {"all_reduce": score(np.concatenate(predicted), np.concatenate(measured))}, rows
 
 
-def fit_cross_node(data: Path, network: str, rng: np.random.Generator) -> tuple[tuple[tuple[float, float, float, float], ...], Errors]:
+def fit_cross_node(data: Path, network: str, rng: np.random.Generator) -> tuple[CrossNode, Errors]:
     """Rows (ranks, ranks per node, alpha_s, beta) of NCCL across nodes, where Vidur measured it."""
     rows, predicted, measured = [], [], []
     for ranks, per_node in ((2, 1), (4, 2), (8, 4), (16, 8)):
@@ -192,7 +194,9 @@ def fit_measured(name: str, data: Path, done: dict[str, Fitted], rng: np.random.
     if entry.attention is not None:
         prefill_rows, decode_rows = entry.attention(data)
         decode, found = _fit_attention_family(decode_rows, peaks.memory_bytes_per_s, "decode_attention", None, rng)
-        prefill, found_prefill = _fit_attention_family(prefill_rows, peaks.flop_per_s, "prefill_attention", decode.overhead_s, rng)
+        prefill, found_prefill = _fit_attention_family(
+            prefill_rows, peaks.flop_per_s, "prefill_attention", decode.overhead_s, rng
+        )
         errors |= found | found_prefill
         provenance["attention"] = _provenance(entry.attention_source, len(prefill_rows) + len(decode_rows), entry.gpu)
     else:
@@ -219,13 +223,17 @@ def _scaled_elementwise(source: Kernels, peaks: Peaks) -> tuple[float, float]:
     return alpha_s, beta * source.peaks.memory_bytes_per_s / peaks.memory_bytes_per_s
 
 
-def _with_collectives_and_step(name: str, data: Path, done: dict[str, Fitted], rng: np.random.Generator, fitted: Fitted) -> Fitted:
+def _with_collectives_and_step(
+    name: str, data: Path, done: dict[str, Fitted], rng: np.random.Generator, fitted: Fitted
+) -> Fitted:
+    """Add all-reduce (in one host, across nodes) and the host's part of a step to `fitted`."""
     entry = MEASURED[name]
     provenance, borrowed, errors = dict(fitted.provenance), dict(fitted.borrowed), dict(fitted.errors)
-    all_reduce: dict[int, tuple[float, float, float]] = {}
+    all_reduce: ReduceCosts = {}
     if entry.all_reduce_gpu:
         all_reduce, found, reduce_rows = fit_all_reduce(data, entry.all_reduce_gpu, rng)
         errors |= found
+<<<<<<< HEAD
         provenance["all_reduce"] = _provenance(
             "aiconfigurator", reduce_rows, f"{entry.all_reduce_gpu} custom all-reduce, {entry.all_reduce_link}"
         )
@@ -235,6 +243,17 @@ def _with_collectives_and_step(name: str, data: Path, done: dict[str, Fitted], r
         errors |= found
         provenance["all_reduce_cross_node"] = _provenance(
             "vidur", int(found["all_reduce_cross_node"]["rows"] * 3), f"{entry.network}, NCCL"
+=======
+        what = f"{entry.all_reduce_gpu} custom all-reduce, {entry.all_reduce_link}"
+        provenance["all_reduce"] = _provenance("aiconfigurator", reduce_rows, what)
+    cross_node: CrossNode = ()
+    if entry.network:
+        cross_node, found = fit_cross_node(data, entry.network, rng)
+        errors |= found
+        held = int(found["all_reduce_cross_node"]["rows"])
+        provenance["all_reduce_cross_node"] = _provenance(
+            "vidur", held, f"held out of {entry.network}, NCCL, twice as many fitted"
+>>>>>>> perf
         )
     kernels = replace(fitted.kernels, all_reduce={ranks: row[:2] for ranks, row in all_reduce.items()})
     eager: EagerFit | None = None
@@ -247,11 +266,12 @@ def _with_collectives_and_step(name: str, data: Path, done: dict[str, Fitted], r
         seconds = M.vllm_run_seconds(data, entry.vllm_run)
         host = fit_vllm_run(kernels, seconds, rng)
         errors |= host.errors
-        provenance["step"] = _provenance("llmservingsim", len(seconds), "seconds of a served Llama-3.1-8B, vLLM 0.19, CUDA graphs")
+        provenance["step"] = _provenance("llmservingsim", len(seconds), "seconds of served Llama-3.1-8B, vLLM 0.19, graphs")
     else:
         host = replace(done[entry.stand_in].host, errors={})
         borrowed["step"] = done[entry.stand_in].borrowed.get("step", entry.stand_in)
-    return Fitted(kernels, host, eager, all_reduce, errors, provenance, borrowed, entry.all_reduce_link, entry.link_bandwidth, cross_node)
+    link = (entry.all_reduce_link, entry.link_bandwidth)
+    return Fitted(kernels, host, eager, all_reduce, errors, provenance, borrowed, *link, cross_node)
 
 
 def fit_helix_profile(name: str, data: Path, done: dict[str, Fitted], reference: HelixFit, rng: np.random.Generator) -> Fitted:
@@ -262,18 +282,20 @@ def fit_helix_profile(name: str, data: Path, done: dict[str, Fitted], reference:
     helix = fit_helix(rows, peaks, rng)
     a100 = done["a100"].kernels
     a100_peaks = M.peaks_of(data, "A100-40G-SXM4")
-    share = reference.kv_s_per_sequence_byte * a100_peaks.memory_bytes_per_s / (helix.kv_s_per_sequence_byte * peaks.memory_bytes_per_s)
-    decode = replace(a100.decode, efficiency=float(np.clip(a100.decode.efficiency * share, 0.05, 1.0)), residual=np.ones(CONTEXT_KNOTS))
+    share = reference.kv_s_per_sequence_byte * a100_peaks.memory_bytes_per_s
+    share /= helix.kv_s_per_sequence_byte * peaks.memory_bytes_per_s
+    efficiency = float(np.clip(a100.decode.efficiency * share, 0.05, 1.0))
+    # A layer time from Helix holds GEMMs, small kernels and launch; nothing of it may be counted twice.
+    decode = AttentionFit(efficiency, 0.0, np.ones(CONTEXT_KNOTS))
     speed = helix.gemm.compute_efficiency / reference.gemm.compute_efficiency
     prefill = replace(a100.prefill, efficiency=float(np.clip(a100.prefill.efficiency * speed, 0.05, 1.0)))
-    # A layer time from Helix holds GEMMs, small kernels and launch; nothing of it may be counted twice.
-    kernels = Kernels(peaks, helix.gemm, prefill, replace(decode, overhead_s=0.0), (0.0, 0.0), {})
+    kernels = Kernels(peaks, helix.gemm, prefill, decode, (0.0, 0.0), {})
     borrowed = {
         "attention": "a100, efficiencies scaled by Helix's layer times of this GPU against A100-40G",
         "elementwise": "zero: contained in Helix's layer times",
         "step": "rtxpro6000",
     }
-    provenance = {"gemm": _provenance("helix", len(rows), f"{machine}, whole layers of Llama-1-30B and Llama-2-70B, times rounded")}
+    provenance = {"gemm": _provenance("helix", len(rows), f"{machine}, whole layers, Llama-1-30B, Llama-2-70B, times rounded")}
     return Fitted(kernels, replace(done["rtxpro6000"].host, errors={}), None, {}, helix.errors, provenance, borrowed)
 
 
@@ -326,6 +348,8 @@ def _eager_json(eager: EagerFit) -> dict[str, Any]:
         "base_s": eager.base_s,
         "per_sequence_s": eager.per_sequence_s,
         "decode_floor_s_per_layer": eager.decode_floor_s_per_layer,
+        "prefill_base_s": eager.prefill_base_s,
+        "prefill_per_sequence_s": eager.prefill_per_sequence_s,
         "prefill_floor_s_per_layer": eager.prefill_floor_s_per_layer,
         "ranks": list(SPLITWISE_RANKS),
         "extra_beta_s_per_byte": [eager.extra_beta_s_per_byte[ranks] for ranks in SPLITWISE_RANKS],

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from calibration.measurements import NUMBER_BYTES, FloatArray, LayerGemms, Peaks, Timings
+from calibration.measurements import NUMBER_BYTES, BoolArray, FloatArray, LayerGemms, Peaks, Timings
 from envs.perf_model.coefficients import CONTEXT_KNOTS, TOKEN_KNOTS, residual_at
 
-BoolArray = npt.NDArray[np.bool_]
 HELD_OUT_FRACTION = 1.0 / 3.0
 SMOOTHNESS = 0.3
 """Weight of the second difference of log residuals against one row's log error, per row of an average knot."""
@@ -59,7 +57,8 @@ def fit_residual(quantity: FloatArray, ratio: FloatArray, knots: int, weight: Fl
     slope = 0.1 * per_knot * np.diff(np.eye(knots), axis=0)
     system = np.vstack([basis * root, bend, slope])
     target = np.concatenate([np.log(ratio) * root[:, 0], np.zeros(len(bend) + len(slope))])
-    return np.clip(np.exp(np.linalg.lstsq(system, target, rcond=None)[0]), 0.2, 5.0)
+    solution: FloatArray = np.linalg.lstsq(system, target, rcond=None)[0]
+    return np.clip(np.exp(solution), 0.2, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class GemmFit:
         """Seconds of the GEMMs of each row, summed over its ops; shape (rows,)."""
         roof = roofline_s(gemms, peaks, self.compute_efficiency, self.memory_efficiency)
         bend = residual_at(self.residual, gemms.tokens) if with_residual else np.ones_like(gemms.tokens)
-        return bend * roof.sum(axis=1) + self.overhead_s * gemms.flop.shape[1]
+        return np.asarray(bend * roof.sum(axis=1) + self.overhead_s * gemms.flop.shape[1])
 
 
 def roofline_s(gemms: LayerGemms, peaks: Peaks, compute_efficiency: float, memory_efficiency: float) -> FloatArray:
@@ -85,7 +84,15 @@ def roofline_s(gemms: LayerGemms, peaks: Peaks, compute_efficiency: float, memor
 
 
 def fit_gemm(
+<<<<<<< HEAD
     gemms: LayerGemms, peaks: Peaks, rows_max: int = 6000, overhead_us_max: float = OVERHEAD_US_MAX, rng: np.random.Generator | None = None
+=======
+    gemms: LayerGemms,
+    peaks: Peaks,
+    rows_max: int = 6000,
+    overhead_us_max: float = OVERHEAD_US_MAX,
+    rng: np.random.Generator | None = None,
+>>>>>>> perf
 ) -> GemmFit:
     """Robust log-error fit of efficiencies and overhead per op, then the residual table on the sums of each row."""
     fitted = gemms
@@ -98,10 +105,18 @@ def fit_gemm(
         return np.asarray((np.log(predicted) - log_measured).ravel())
 
     solved = least_squares(
+<<<<<<< HEAD
         errors, x0=[0.65, 0.8, 0.5 * overhead_us_max], bounds=([0.05, 0.05, 0.0], [1.15, 1.1, overhead_us_max]), loss="soft_l1", f_scale=0.1
+=======
+        errors,
+        x0=[0.65, 0.8, 0.5 * overhead_us_max],
+        bounds=([0.05, 0.05, 0.0], [1.15, 1.1, overhead_us_max]),
+        loss="soft_l1",
+        f_scale=0.1,
+>>>>>>> perf
     )
     compute, memory, overhead_us = (float(value) for value in solved.x)
-    overhead_s = overhead_us * 1e-6
+    overhead_s = round(overhead_us * 1e-6, 9)
     roof = roofline_s(gemms, peaks, compute, memory).sum(axis=1)
     # The overhead can exceed a tiny measured op; keep the ratio positive by a floor of 20 % of the measurement.
     left_s = np.maximum(gemms.measured_s.sum(axis=1) - overhead_s * gemms.flop.shape[1], 0.2 * gemms.measured_s.sum(axis=1))
@@ -112,7 +127,7 @@ def fit_gemm(
 
 def _weights_by_size(gemms: LayerGemms) -> FloatArray:
     size = gemms.flop[:, 0] / gemms.tokens
-    return size / size.mean()
+    return np.asarray(size / size.mean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +140,7 @@ class AttentionFit:
 
     def time_s(self, timings: Timings, peak: float, with_residual: bool = True) -> FloatArray:
         bend = residual_at(self.residual, timings.context) if with_residual else np.ones_like(timings.context)
-        return bend * timings.work / (peak * self.efficiency) + self.overhead_s
+        return np.asarray(bend * timings.work / (peak * self.efficiency) + self.overhead_s)
 
 
 def fit_attention(timings: Timings, peak: float, overhead_s: float | None = None) -> AttentionFit:

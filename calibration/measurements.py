@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 
 FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 NUMBER_BYTES = 2.0
 
 SOURCES = {
@@ -50,7 +51,9 @@ class LayerGemms:
     unit: npt.NDArray[np.object_]
 
     def rows(self, chosen: npt.NDArray[np.bool_]) -> LayerGemms:
-        return LayerGemms(self.tokens[chosen], self.flop[chosen], self.bytes_moved[chosen], self.measured_s[chosen], self.unit[chosen])
+        return LayerGemms(
+            self.tokens[chosen], self.flop[chosen], self.bytes_moved[chosen], self.measured_s[chosen], self.unit[chosen]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,8 @@ def peaks_of(data: Path, gpu: str) -> Peaks:
     table = pd.read_csv(data / "gpu_specs.csv").set_index("gpu")
     if gpu not in table.index:
         raise ValueError(f"gpu_specs.csv has no GPU {gpu!r}; known: {', '.join(table.index)}")
-    return Peaks(float(table.loc[gpu, "fp16_dense_tflops"]) * 1e12, float(table.loc[gpu, "mem_gbs"]) * 1e9)
+    row = table.loc[[gpu], ["fp16_dense_tflops", "mem_gbs"]].to_numpy(float)[0]
+    return Peaks(float(row[0]) * 1e12, float(row[1]) * 1e9)
 
 
 def gemm_work(m: FloatArray, n: FloatArray, k: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -81,7 +85,9 @@ def gemm_work(m: FloatArray, n: FloatArray, k: FloatArray) -> tuple[FloatArray, 
     return 2.0 * m * n * k, NUMBER_BYTES * (m * k + k * n + m * n)
 
 
-def layer_shapes(hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, gated: bool, tp: int) -> list[tuple[float, float]]:
+def layer_shapes(
+    hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, gated: bool, tp: int
+) -> list[tuple[float, float]]:
     """(n, k) of the QKV, output, up (with gate) and down GEMMs of one rank; KV heads are copied where tp exceeds them."""
     query, kv = heads * head_dim / tp, max(kv_heads / tp, 1.0) * head_dim
     width = mlp / tp
@@ -94,11 +100,21 @@ def vidur_layer_gemms(data: Path, gpu: str) -> LayerGemms:
     parts = []
     for path in sorted((data / "vidur" / "compute" / gpu).glob("**/mlp.csv.gz")):
         table = pd.read_csv(path)
+<<<<<<< HEAD
         for key, rows in table.groupby(
             ["n_head", "n_kv_head", "n_embd", "n_expanded_embd", "use_gated_mlp", "num_tensor_parallel_workers"]
         ):
             heads, kv_heads, hidden, mlp, gated, tp = (int(value) for value in key)
             shapes = layer_shapes(hidden, heads, kv_heads, hidden // heads, mlp, bool(gated), tp)
+=======
+        for _, rows in table.groupby("num_tensor_parallel_workers"):
+            first = rows.iloc[0]
+            columns = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "use_gated_mlp")
+            heads, kv_heads, hidden, mlp, gated = (int(first[column]) for column in columns)
+            shapes = layer_shapes(
+                hidden, heads, kv_heads, hidden // heads, mlp, bool(gated), int(rows["num_tensor_parallel_workers"].iloc[0])
+            )
+>>>>>>> perf
             m = rows["num_tokens"].to_numpy(float)[:, None]
             n, k = (np.array(column, float)[None, :] for column in zip(*shapes, strict=True))
             flop, moved = gemm_work(m, n, k)
@@ -120,7 +136,8 @@ def vidur_elementwise(data: Path, gpu: str) -> Timings:
         works.append((2.0 * table["num_tokens"] * (8 * table["n_embd"] + 2 * heads * head_dim + 3 * width)).to_numpy(float))
         ops = {"input_layernorm": 1, "post_attention_layernorm": 1, "attn_rope": 1, "mlp_act": 1, "add": 2}
         present = {op: count for op, count in ops.items() if table.get(f"time_stats.{op}.median") is not None}
-        times.append(sum(count * table[f"time_stats.{op}.median"].fillna(0.0).to_numpy(float) for op, count in present.items()) * 1e-3)
+        columns = [count * table[f"time_stats.{op}.median"].fillna(0.0).to_numpy(float) for op, count in present.items()]
+        times.append(np.sum(columns, axis=0) * 1e-3)
     work = np.concatenate(works)
     return Timings(work, np.ones_like(work), np.concatenate(times))
 
@@ -129,7 +146,8 @@ def aiconfigurator_gemms(data: Path, gpu: str, tokens_max: int = 16384) -> Layer
     """aiconfigurator GEMM grid, weights between 4 and 512 MiB (the size of layer shards); one op a row, `unit` its shape."""
     table = pd.read_csv(data / "aiconfigurator" / gpu / "gemm.csv.gz")
     weight_bytes = NUMBER_BYTES * table["n"] * table["k"]
-    table = table[(table["m"] <= tokens_max) & weight_bytes.between(4 * 2**20, 512 * 2**20) & table["k"].ge(1024) & table["n"].ge(1024)]
+    is_layer_like = weight_bytes.between(4 * 2**20, 512 * 2**20) & table["k"].ge(1024) & table["n"].ge(1024)
+    table = table[(table["m"] <= tokens_max) & is_layer_like]
     m, n, k = (table[column].to_numpy(float)[:, None] for column in ("m", "n", "k"))
     flop, moved = gemm_work(m, n, k)
     unit = np.array([f"{a}x{b}" for a, b in zip(table["n"], table["k"], strict=True)], dtype=object)
@@ -146,11 +164,15 @@ def llmservingsim_models(data: Path, hardware: str) -> list[tuple[str, int, Path
     return found
 
 
+<<<<<<< HEAD
 LLMSERVINGSIM_DIMS = {
     "Llama-3.1-8B": (4096, 32, 8, 128),
     "Qwen3-32B": (5120, 64, 8, 128),
     "Qwen3-30B-A3B-Instruct-2507": (2048, 32, 4, 128),
 }
+=======
+LLMSERVINGSIM_DIMS = {"Llama-3.1-8B": (4096, 32, 8, 128), "Qwen3-32B": (5120, 64, 8, 128)}
+>>>>>>> perf
 """hidden, query heads, KV heads, head_dim of the profiled models (their public config.json)."""
 
 
@@ -205,7 +227,8 @@ def aiconfigurator_attention(data: Path, gpu: str) -> tuple[Timings, Timings]:
     decode = decode[sharing.between(4, 8) & (decode["num_heads"] >= 8)]
     decode = decode[decode["batch_size"] * (decode["isl"] + decode["step"]) >= DECODE_KV_TOKENS_MIN]
     context = (decode["isl"] + decode["step"]).to_numpy(float)
-    kv_bytes = 2.0 * NUMBER_BYTES * context * (decode["batch_size"] * decode["num_key_value_heads"] * decode["head_dim"]).to_numpy(float)
+    width = (decode["batch_size"] * decode["num_key_value_heads"] * decode["head_dim"]).to_numpy(float)
+    kv_bytes = 2.0 * NUMBER_BYTES * context * width
     return (
         Timings(flop, length, prefill["latency"].to_numpy(float) * 1e-3),
         Timings(kv_bytes, context, decode["latency"].to_numpy(float) * 1e-3),
@@ -279,7 +302,7 @@ def vllm_run_seconds(data: Path, hardware: str) -> pd.DataFrame:
     """Seconds of the served Llama-3.1-8B run without any prompt work: columns sequences, kv_tokens, step_s.
 
     Mean of the running counts at both ends of a second, since requests finish inside it; seconds with under 4 sequences
-    or one next to prompt work are dropped. KV tokens are recounted from the requests' own stamps.
+    with requests waiting, or next to prompt work are dropped. KV tokens are recounted from the requests' own stamps.
     """
     folder = data / "llmservingsim" / "vllm_runs" / hardware / "Llama-3.1-8B" / "vllm"
     table = pd.read_csv(folder / "timeseries.csv.gz")
@@ -288,7 +311,8 @@ def vllm_run_seconds(data: Path, hardware: str) -> pd.DataFrame:
     start = requests["last_token_ts"].max() - table.loc[table["gen_throughput"] > 0, "t"].max() + 0.5
     quiet = table["prompt_throughput"].eq(0) & table["prompt_throughput"].shift(1).eq(0)
     running = (table["running"] + table["running"].shift(1)) / 2
-    chosen = quiet & running.ge(4) & table["gen_throughput"].gt(0)
+    # With requests waiting, the cache is full and preempted ones are computed again unseen.
+    chosen = quiet & table["waiting"].eq(0) & running.ge(4) & table["gen_throughput"].gt(0)
     rows = []
     for second, sequences, generated in zip(table["t"][chosen], running[chosen], table["gen_throughput"][chosen], strict=True):
         now = start + second - 0.5

@@ -12,7 +12,7 @@ import pandas as pd
 from scipy.optimize import least_squares, nnls
 
 from calibration.kernel_fits import AttentionFit, GemmFit, fit_residual, score, split_rows
-from calibration.measurements import FloatArray, Peaks
+from calibration.measurements import BoolArray, FloatArray, Peaks
 from envs.perf_model.coefficients import TOKEN_KNOTS, residual_at
 
 NUMBER_BYTES = 2.0
@@ -87,7 +87,8 @@ def operations_s(
 def splitwise_operations_s(kernels: Kernels, rows: pd.DataFrame, phase: str) -> FloatArray:
     """Summed operations of splitwise-sim's Llama-2-70B iterations: phase "prompt" or "token"; shape (rows,)."""
     total_s = np.zeros(len(rows))
-    for tp, group in rows.groupby("tp"):
+    for tp in sorted(set(rows["tp"])):
+        group = rows[rows["tp"] == tp]
         batch, prompt, output = (group[name].to_numpy(float) for name in ("batch", "prompt", "output"))
         zero = np.zeros_like(batch)
         if phase == "prompt":
@@ -130,7 +131,7 @@ def fit_vllm_run(kernels: Kernels, seconds: pd.DataFrame, rng: np.random.Generat
 
 @dataclass(frozen=True, slots=True)
 class EagerFit:
-    """An eager engine's step: max(device, floor * layers) + base + per_sequence * sequences; the host launches kernel by kernel.
+    """An eager engine's step: max(device, floor * layers) + base + per_sequence * sequences, decode and prefill apart.
 
     extra_beta_s_per_byte: by rank count (2, 4, 8), what a byte of an all-reduce took beyond the custom kernel's beta in prefill.
     """
@@ -138,6 +139,8 @@ class EagerFit:
     base_s: float
     per_sequence_s: float
     decode_floor_s_per_layer: float
+    prefill_base_s: float
+    prefill_per_sequence_s: float
     prefill_floor_s_per_layer: float
     extra_beta_s_per_byte: dict[int, float]
     errors: dict[str, dict[str, float]]
@@ -151,9 +154,9 @@ Rows beyond it ran in waves: their prompt_time is the first wave's only, so they
 """
 
 
-def fits_memory(rows: pd.DataFrame) -> FloatArray:
+def fits_memory(rows: pd.DataFrame) -> BoolArray:
     """Mask of splitwise rows whose whole batch fits at once."""
-    return ((rows["tp"] > 2) | (rows["batch"] * (rows["prompt"] + rows["output"]) <= TP2_KV_TOKENS_MAX)).to_numpy()
+    return np.asarray((rows["tp"] > 2) | (rows["batch"] * (rows["prompt"] + rows["output"]) <= TP2_KV_TOKENS_MAX), dtype=np.bool_)
 
 
 def fit_splitwise(kernels: Kernels, rows: pd.DataFrame, rng: np.random.Generator) -> EagerFit:
@@ -177,15 +180,15 @@ def fit_splitwise(kernels: Kernels, rows: pd.DataFrame, rng: np.random.Generator
     prompt_operations, prompt = splitwise_operations_s(kernels, rows, "prompt"), rows["prompt_s"].to_numpy(float)
     moved = 2 * layers * NUMBER_BYTES * LLAMA2_70B.hidden * batch * rows["prompt"].to_numpy(float)
     by_ranks = np.stack([(rows["tp"] == ranks).to_numpy() * moved for ranks in SPLITWISE_RANKS], axis=1)
-    host_s = (decode[1] + decode[2] * batch) * 1e-3
 
-    def prompt_s(theta: FloatArray) -> FloatArray:  # ms a layer, then s per 1e11 bytes by ranks
-        return np.asarray(np.maximum(prompt_operations + by_ranks @ theta[1:] * 1e-11, theta[0] * 1e-3 * layers) + host_s)
+    def prompt_s(theta: FloatArray) -> FloatArray:  # ms a layer, ms, ms a sequence, then s per 1e11 bytes by ranks
+        device_s = np.maximum(prompt_operations + by_ranks @ theta[3:] * 1e-11, theta[0] * 1e-3 * layers)
+        return np.asarray(device_s + (theta[1] + theta[2] * batch) * 1e-3)
 
     prefill = least_squares(
         lambda theta: np.log(prompt_s(theta) / prompt)[fitted],
-        x0=[0.5, 0.5, 0.5, 0.5],
-        bounds=([0.0] * 4, [2.0, 50.0, 50.0, 50.0]),
+        x0=[0.5, 5.0, 0.5, 0.5, 0.5, 0.5],
+        bounds=([0.0] * 6, [2.0, 50.0, 50.0, 50.0, 50.0, 50.0]),
         loss="soft_l1",
         f_scale=0.05,
     ).x
@@ -195,9 +198,10 @@ def fit_splitwise(kernels: Kernels, rows: pd.DataFrame, rng: np.random.Generator
         "eager_prefill_iteration": score(prompt_s(prefill)[held], prompt[held]),
         "eager_prefill_operations_only": score(prompt_operations[held], prompt[held]),
     }
-    extra = {ranks: float(value) * 1e-11 for ranks, value in zip(SPLITWISE_RANKS, prefill[1:], strict=True)}
-    floors = float(decode[0]) * 1e-3, float(prefill[0]) * 1e-3
-    return EagerFit(float(decode[1]) * 1e-3, float(decode[2]) * 1e-3, *floors, extra, errors)
+    extra = {ranks: round(float(value) * 1e-11, 15) for ranks, value in zip(SPLITWISE_RANKS, prefill[3:], strict=True)}
+    floor_s, base_s, per_sequence_s = (round(float(value) * 1e-3, 9) for value in decode)
+    prefill_floor_s, prefill_base_s, prefill_per_sequence_s = (round(float(value) * 1e-3, 9) for value in prefill[:3])
+    return EagerFit(base_s, per_sequence_s, floor_s, prefill_base_s, prefill_per_sequence_s, prefill_floor_s, extra, errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +226,8 @@ def fit_helix(rows: pd.DataFrame, peaks: Peaks, rng: np.random.Generator) -> Hel
     """
     tokens = rows["batch"].to_numpy(float)
     numbers = rows["model"].map({name: dense.layer_numbers for name, dense in HELIX_MODELS.items()}).to_numpy(float)
-    kv_width = rows["model"].map({name: dense.kv_heads * dense.head_dim * 4.0 for name, dense in HELIX_MODELS.items()}).to_numpy(float)
+    widths = {name: dense.kv_heads * dense.head_dim * 2.0 * NUMBER_BYTES for name, dense in HELIX_MODELS.items()}
+    kv_width = rows["model"].map(widths).to_numpy(float)
     kv_bytes = np.where(rows["phase"] == "decode", tokens * kv_width, 0.0)
     measured = rows["measured_s"].to_numpy(float)
     rounding = np.where(np.round(measured * 1e3) == measured * 1e3, HELIX_RESOLUTION_S, 0.1 * HELIX_RESOLUTION_S)
@@ -238,7 +243,9 @@ def fit_helix(rows: pd.DataFrame, peaks: Peaks, rng: np.random.Generator) -> Hel
     def errors(theta: FloatArray) -> FloatArray:
         return np.asarray((weight * np.log(layer_s(theta) / measured))[fitted])
 
-    theta = least_squares(errors, x0=[0.5, 0.75, 1.0], bounds=([0.05, 0.05, 0.0], [1.1, 1.1, 100.0]), loss="soft_l1", f_scale=0.1).x
+    theta = least_squares(
+        errors, x0=[0.5, 0.75, 1.0], bounds=([0.05, 0.05, 0.0], [1.1, 1.1, 100.0]), loss="soft_l1", f_scale=0.1
+    ).x
     roof = layer_s(np.array([theta[0], theta[1], 0.0]))
     left = np.maximum(measured - theta[2] * 1e-9 * kv_bytes, 0.2 * measured)
     share = (roof / (roof + theta[2] * 1e-9 * kv_bytes)) ** 2

@@ -183,6 +183,16 @@ def _short(share: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _ttft_quantiles(cluster: ClusterProcess) -> list[float] | None:
+    """101 quantiles of TTFT with failures at the drain time; None without requests."""
+    outcomes = cluster.outcomes
+    if not len(outcomes.kind):
+        return None
+    ttft_s = outcomes.first_token_s - outcomes.trace.arrival_s
+    worst_s = max(cluster.options.drain_s, float(np.nanmax(ttft_s, initial=0.0)))
+    return np.percentile(np.where(outcomes.kind == OutcomeKind.COMPLETED, ttft_s, worst_s), np.arange(101)).tolist()
+
+
 def world_summary(cluster: ClusterProcess) -> dict[str, Any]:
     """What became of a world: goodput, outcomes and latencies (overall and per class), latency parts, moves, illegal actions."""
     options = cluster.options
@@ -190,6 +200,7 @@ def world_summary(cluster: ClusterProcess) -> dict[str, Any]:
     found = _short(report)
     classes: Any = report["classes"]
     found["per_class"] = {name: _short(share) for name, share in classes.items() if share["arrived"]}
+    found["ttft_quantiles_s"] = _ttft_quantiles(cluster)
     found["parts_mean_s"] = report["latency_parts_mean_s"]
     found["failure_reasons"] = report["failure_reasons"]
     found["preemptions"] = report["preemptions"]

@@ -106,7 +106,7 @@ class Moves:
                 state.slot_int[g, slot, L.SI_PLAN] = current
             state.group_int[g, L.GI_USED_BLOCKS0 + current] += state.group_int[g, L.GI_USED_BLOCKS0 + other]
             state.group_int[g, L.GI_USED_BLOCKS0 + other] = 0
-        self._pause(g, price.seconds)
+        self._pause(g, price.transfer_s)
         flush_idle(state, g)
         groups.switch_plan(g, plan, corner)
 

@@ -91,7 +91,7 @@ def split_candidates(
             price = split_planner.resplit_price(group, plan, other, overlap_of(group, plan))
             command = Command(CommandKind.SET_SPLIT, g, argument=split_planner.CORNERS.index(corner))
             everyone = float(view.running[g] + view.waiting[g])
-            rows.append((command, (_gain(before_s, after_s), np.log1p(price.seconds), np.log1p(everyone), 0.0, 0.0)))
+            rows.append((command, (_gain(before_s, after_s), np.log1p(price.transfer_s), np.log1p(everyone), 0.0, 0.0)))
     return _collect(rows)
 
 

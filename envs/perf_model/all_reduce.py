@@ -80,18 +80,26 @@ def cheaper(
     )
 
 
+<<<<<<< HEAD
 def affine_coefficients(group: TpGroup, scale: float = 1.0, reference_bytes: float = REFERENCE_BYTES, eager: bool = False) -> AllReduceCost:
     """Coefficients of one all-reduce over all ranks of `group`; flat or hierarchical, whichever is cheaper at `reference_bytes`.
+=======
+def affine_coefficients(
+    group: TpGroup, scale: float = 1.0, reference_bytes: float = REFERENCE_BYTES, eager: bool = False
+) -> AllReduceCost:
+    """Coefficients of one all-reduce over all ranks of `group`: flat or hierarchical, the cheaper at `reference_bytes`.
+>>>>>>> perf
 
     Where ranks of one domain are alike and joined by the very link on which their kernel profile was measured (NVLink of
-    the SXM boards, PCIe of a host), the measured latency replaces 2(n-1) link latencies: vLLM's one-shot kernel needs far fewer steps than a ring.
+    the SXM boards, PCIe of a host), the measured latency replaces 2(n-1) link latencies: vLLM's one-shot kernel needs far
+    fewer steps than a ring.
 
     Args: scale: share of every link's bandwidth that this group gets, in (0, 1]; 0.5 when two equal groups share it.
     eager: engine without CUDA graphs, measured latencies of eager launches.
     Raises: ValueError when scale or reference_bytes is out of range.
     """
     if not 0.0 < scale <= 1.0:
-        raise ValueError(f"affine_coefficients({group.name!r}): scale={scale} must lie in (0, 1], the share of the link left to the group")
+        raise ValueError(f"affine_coefficients({group.name!r}): scale={scale} must lie in (0, 1]: the group's share of the link")
     if not reference_bytes > 0.0:
         raise ValueError(f"affine_coefficients({group.name!r}): reference_bytes={reference_bytes} must be positive")
     domains = group.domains

@@ -34,30 +34,38 @@ EFFICIENCY_MAX = 1.15
 
 @dataclass(frozen=True, slots=True)
 class EagerHost:
-    """An engine without CUDA graphs (vLLM of 2023): step = max(device_s, floor * layers) + base_s + per_sequence_s * sequences.
+    """An engine without CUDA graphs (vLLM of 2023): step = max(device_s, floor * layers) + base + per_sequence * sequences.
 
-    The host launches kernel by kernel, so a short device step waits for it. extra_beta_s_per_byte, by `ranks`: what one
-    all-reduced byte took in prefill beyond the profile's beta.
+    Decode and prefill have their own floor, base_s and per_sequence_s. The host launches kernel by kernel, so a short
+    device step waits for it. extra_beta_s_per_byte, by `ranks`: what one all-reduced byte took in prefill beyond the
+    profile's beta.
     """
 
     base_s: float
     per_sequence_s: float
     decode_floor_s_per_layer: float
+    prefill_base_s: float
+    prefill_per_sequence_s: float
     prefill_floor_s_per_layer: float
     ranks: tuple[int, ...]
     extra_beta_s_per_byte: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        for name in ("base_s", "per_sequence_s", "decode_floor_s_per_layer", "prefill_floor_s_per_layer"):
+        for name in ("base_s", "per_sequence_s", "prefill_base_s", "prefill_per_sequence_s", "decode_floor_s_per_layer",
+                     "prefill_floor_s_per_layer"):  # fmt: skip
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"EagerHost: {name}={getattr(self, name)} must be seconds in [0, 1); did milliseconds slip in?")
         if len(self.ranks) != len(self.extra_beta_s_per_byte):
-            raise ValueError(f"EagerHost: extra_beta_s_per_byte={self.extra_beta_s_per_byte} needs one entry per rank count {self.ranks}")
+            raise ValueError(
+                f"EagerHost: extra_beta_s_per_byte={self.extra_beta_s_per_byte} needs one entry per rank count of {self.ranks}"
+            )
 
     def step_s(self, device_s: float, layers: int, sequences: float, is_prefill: bool) -> float:
         """Seconds of a whole step whose device work takes `device_s`."""
-        floor_s = (self.prefill_floor_s_per_layer if is_prefill else self.decode_floor_s_per_layer) * layers
-        return max(device_s, floor_s) + self.base_s + self.per_sequence_s * sequences
+        if is_prefill:
+            host_s = self.prefill_base_s + self.prefill_per_sequence_s * sequences
+            return max(device_s, self.prefill_floor_s_per_layer * layers) + host_s
+        return max(device_s, self.decode_floor_s_per_layer * layers) + self.base_s + self.per_sequence_s * sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +73,15 @@ class KernelProfile:
     """What one GPU's kernels reach. All times are of one rank; efficiencies are fractions of datasheet peaks.
 
     The formulas that the numbers were fitted for (s, bytes, FLOP; `peak` = GpuSpec.flop_per_s, `bw` = memory_bytes_per_s):
-      GEMM, m tokens: residual(gemm_residual, m) * max(flop / (peak * compute_efficiency), weight_bytes / (bw * memory_efficiency))
-          + gemm_overhead_s; four a layer (QKV, output, gate and up, down). Activation bytes are in the residual.
-      prefill attention: residual(prefill_residual, context) * flop / (peak * prefill_attention_efficiency) + attention_overhead_s,
-          flop = 4 * heads * head_dim * (chunk * past + chunk**2 / 2), causal
-      decode attention: residual(decode_residual, context) * kv_bytes / (bw * decode_attention_efficiency) + attention_overhead_s
-      small kernels of a layer (norms, rope, activation, adds): elementwise_overhead_s + elementwise_s_per_byte * activation_bytes,
-          activation_bytes = 2 * tokens * (8 * hidden + 2 * (query + key width of the rank) + 3 * MLP width of the rank)
+      GEMM, m tokens: residual(gemm_residual, m) * max(flop / (peak * compute_efficiency),
+          weight_bytes / (bw * memory_efficiency)) + gemm_overhead_s; four a layer (QKV, output, gate and up, down).
+          Activation bytes are in the residual.
+      prefill attention: residual(prefill_residual, context) * flop / (peak * prefill_attention_efficiency)
+          + attention_overhead_s, flop = 4 * heads * head_dim * (chunk * past + chunk**2 / 2), causal
+      decode attention: residual(decode_residual, context) * kv_bytes / (bw * decode_attention_efficiency)
+          + attention_overhead_s
+      small kernels of a layer (norms, rope, activation, adds): elementwise_overhead_s + elementwise_s_per_byte
+          * activation_bytes, which are 2 * tokens * (8 * hidden + 2 * (query + key) width + 3 * MLP width), widths the rank's
       all-reduce over r ranks of one host: alpha[r] + beta[r] * bytes; alpha of a captured CUDA graph, the eager one apart
       step: layers + output head + step_base_s + step_per_sequence_s * sequences, an engine of 2026 with CUDA graphs;
           an eager engine of 2023 is `eager`, where it was measured
@@ -120,7 +130,8 @@ class KernelProfile:
             "step_per_sequence_s",
         ):
             self._require(name, 0.0 <= getattr(self, name) < 1.0, "must be seconds in [0, 1); did milliseconds slip in?")
-        for name, knots in (("gemm_residual", TOKEN_KNOTS), ("prefill_residual", CONTEXT_KNOTS), ("decode_residual", CONTEXT_KNOTS)):
+        tables = {"gemm_residual": TOKEN_KNOTS, "prefill_residual": CONTEXT_KNOTS, "decode_residual": CONTEXT_KNOTS}
+        for name, knots in tables.items():
             table = getattr(self, name)
             self._require(name, len(table) == knots, f"needs {knots} entries, one per power of two")
             self._require(name, all(0.1 <= value <= 10.0 for value in table), "must lie in [0.1, 10]: measured / roofline")
@@ -204,17 +215,19 @@ def _parse_profile(name: str, entry: Mapping[str, Any]) -> KernelProfile:
 def _parse_eager(name: str, value: Mapping[str, Any]) -> EagerHost:
     wanted = {field.name for field in fields(EagerHost)}
     if set(value) != wanted:
-        raise ValueError(f"kernel profile {name!r}: eager has keys {sorted(value)}, wanted {sorted(wanted)}; refit the coefficients")
-    numbers = {key: item if isinstance(item, list) else _finite(name, f"eager.{key}", item) for key, item in value.items()}
-    ranks = tuple(int(item) for item in value["ranks"])
-    extra = tuple(_finite(name, "eager.extra_beta_s_per_byte", item) for item in value["extra_beta_s_per_byte"])
-    return EagerHost(**{**numbers, "ranks": ranks, "extra_beta_s_per_byte": extra})
+        raise ValueError(f"kernel profile {name!r}: eager has keys {sorted(value)}, wanted {sorted(wanted)}; refit")
+    scalars = {key: _finite(name, f"eager.{key}", item) for key, item in value.items() if not isinstance(item, list)}
+    return EagerHost(
+        ranks=tuple(int(item) for item in value["ranks"]),
+        extra_beta_s_per_byte=tuple(_finite(name, "eager.extra_beta_s_per_byte", item) for item in value["extra_beta_s_per_byte"]),
+        **scalars,
+    )
 
 
 def _parse_error(name: str, family: str, error: Mapping[str, Any]) -> Mapping[str, float]:
     if set(error) != set(ERROR_KEYS):
-        raise ValueError(f"kernel profile {name!r}: held_out_error of {family!r} has keys {sorted(error)}, wanted {sorted(ERROR_KEYS)}")
-    return MappingProxyType({key: _finite(name, f"held_out_error.{family}.{key}", value) for key, value in error.items()})
+        raise ValueError(f"kernel profile {name!r}: held_out_error {family!r} has keys {sorted(error)}, wanted {sorted(ERROR_KEYS)}")
+    return MappingProxyType({key: _finite(name, f"{family}.{key}", value) for key, value in error.items()})
 
 
 def _finite(name: str, key: str, value: object) -> float:
