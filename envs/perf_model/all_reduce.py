@@ -73,22 +73,19 @@ def cheaper(
     """
     if len(domain_sizes) == 1:
         return flat_s(message_bytes, domain_sizes[0], inner_alpha_s, inner_beta_s_per_byte)
-    ring_s = flat_s(message_bytes, domain_sizes.sum(), max(inner_alpha_s, outer_alpha_s), max(inner_beta_s_per_byte, outer_beta_s_per_byte))
+    ring_s = flat_s(
+        message_bytes, domain_sizes.sum(), max(inner_alpha_s, outer_alpha_s), max(inner_beta_s_per_byte, outer_beta_s_per_byte)
+    )
     return min(
         ring_s,
         hierarchical_s(message_bytes, domain_sizes, inner_alpha_s, inner_beta_s_per_byte, outer_alpha_s, outer_beta_s_per_byte),
     )
 
 
-<<<<<<< HEAD
-def affine_coefficients(group: TpGroup, scale: float = 1.0, reference_bytes: float = REFERENCE_BYTES, eager: bool = False) -> AllReduceCost:
-    """Coefficients of one all-reduce over all ranks of `group`; flat or hierarchical, whichever is cheaper at `reference_bytes`.
-=======
 def affine_coefficients(
     group: TpGroup, scale: float = 1.0, reference_bytes: float = REFERENCE_BYTES, eager: bool = False
 ) -> AllReduceCost:
     """Coefficients of one all-reduce over all ranks of `group`: flat or hierarchical, the cheaper at `reference_bytes`.
->>>>>>> perf
 
     Where ranks of one domain are alike and joined by the very link on which their kernel profile was measured (NVLink of
     the SXM boards, PCIe of a host), the measured latency replaces 2(n-1) link latencies: vLLM's one-shot kernel needs far
@@ -128,7 +125,9 @@ def _ring(ranks: int, link: LinkSpec, scale: float) -> tuple[float, float]:
 
 def _slower_link(group: TpGroup) -> LinkSpec:
     inner, outer = group.inner_link, group.outer_link
-    return LinkSpec(f"{inner.name}+{outer.name}", max(inner.alpha_s, outer.alpha_s), max(inner.beta_s_per_byte, outer.beta_s_per_byte))
+    return LinkSpec(
+        f"{inner.name}+{outer.name}", max(inner.alpha_s, outer.alpha_s), max(inner.beta_s_per_byte, outer.beta_s_per_byte)
+    )
 
 
 def _inside(group: TpGroup, domain: tuple[int, ...], scale: float, eager: bool) -> tuple[float, float]:
