@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import least_squares
+from scipy.optimize import isotonic_regression, least_squares
 
 from calibration.measurements import NUMBER_BYTES, BoolArray, FloatArray, LayerGemms, Peaks, Timings
 from envs.perf_model.coefficients import CONTEXT_KNOTS, TOKEN_KNOTS, residual_at
@@ -59,6 +59,16 @@ def fit_residual(quantity: FloatArray, ratio: FloatArray, knots: int, weight: Fl
     target = np.concatenate([np.log(ratio) * root[:, 0], np.zeros(len(bend) + len(slope))])
     solution: FloatArray = np.linalg.lstsq(system, target, rcond=None)[0]
     return np.clip(np.exp(solution), 0.2, 5.0)
+
+
+def never_faster_with_more_tokens(residual: FloatArray, peaks: Peaks, compute: float, memory: float) -> FloatArray:
+    """The nearest table (isotonic in log time) under which no GEMM gets faster by growing; shape (TOKEN_KNOTS,).
+
+    The bound max(2 tokens / F, 2 / B) per weight holds for every shape, so one projection serves all.
+    """
+    tokens = 2.0 ** np.arange(TOKEN_KNOTS)
+    roof = np.maximum(2.0 * tokens / (peaks.flop_per_s * compute), NUMBER_BYTES / (peaks.memory_bytes_per_s * memory))
+    return np.asarray(np.exp(isotonic_regression(np.log(roof * residual)).x) / roof)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +132,8 @@ def fit_gemm(
     left_s = np.maximum(gemms.measured_s.sum(axis=1) - overhead_s * gemms.flop.shape[1], 0.2 * gemms.measured_s.sum(axis=1))
     # Larger ops weigh more: the table must be right for the sum of a layer, not for the mean of its ops.
     weight = np.ones_like(left_s) if gemms.flop.shape[1] > 1 else _weights_by_size(gemms)
-    return GemmFit(compute, memory, overhead_s, fit_residual(gemms.tokens, left_s / roof, TOKEN_KNOTS, weight))
+    residual = fit_residual(gemms.tokens, left_s / roof, TOKEN_KNOTS, weight)
+    return GemmFit(compute, memory, overhead_s, never_faster_with_more_tokens(residual, peaks, compute, memory))
 
 
 def _weights_by_size(gemms: LayerGemms) -> FloatArray:

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares, nnls
 
-from calibration.kernel_fits import AttentionFit, GemmFit, fit_residual, score, split_rows
+from calibration.kernel_fits import AttentionFit, GemmFit, fit_residual, never_faster_with_more_tokens, score, split_rows
 from calibration.measurements import BoolArray, FloatArray, Peaks
 from envs.perf_model.coefficients import TOKEN_KNOTS, residual_at
 
@@ -250,6 +250,7 @@ def fit_helix(rows: pd.DataFrame, peaks: Peaks, rng: np.random.Generator) -> Hel
     left = np.maximum(measured - theta[2] * 1e-9 * kv_bytes, 0.2 * measured)
     share = (roof / (roof + theta[2] * 1e-9 * kv_bytes)) ** 2
     residual = fit_residual(tokens[fitted], (left / roof)[fitted], TOKEN_KNOTS, (weight * share)[fitted])
+    residual = never_faster_with_more_tokens(residual, peaks, float(theta[0]), float(theta[1]))
     gemm = GemmFit(float(theta[0]), float(theta[1]), 0.0, residual)
     predicted = layer_s(theta, residual_at(residual, tokens))
     plain = layer_s(theta)

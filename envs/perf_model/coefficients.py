@@ -85,7 +85,7 @@ class KernelProfile:
       all-reduce over r ranks of one host: alpha[r] + beta[r] * bytes; alpha of a captured CUDA graph, the eager one apart
       step: layers + output head + step_base_s + step_per_sequence_s * sequences, an engine of 2026 with CUDA graphs;
           an eager engine of 2023 is `eager`, where it was measured
-    The residuals of attention average 1: leaving them out keeps the efficiency's own error (held_out_error "..._plain").
+    Leaving the residuals of attention out costs accuracy: compare held_out_error "..._plain" with the family itself.
     all_reduce_link names the link of that host; with all_reduce_uses_link_bandwidth only alpha is to be trusted.
     `cross_node_all_reduce` rows are (ranks, ranks per node, alpha_s, beta_s_per_byte), for checking link models only.
     `borrowed` names the fields' families ("attention", "elementwise", "all_reduce", "step") that were not measured on this
