@@ -16,7 +16,10 @@ def _minute_ns(text: str) -> int:
     """Nanoseconds since 1970 of `YYYY-MM-DD HH:MM`, read as UTC."""
     if not _MINUTE.fullmatch(text):
         raise ValueError(f"stamp {text!r} does not begin with YYYY-MM-DD HH:MM")
-    moment = datetime(int(text[:4]), int(text[5:7]), int(text[8:10]), int(text[11:13]), int(text[14:16]), tzinfo=UTC)
+    try:
+        moment = datetime(int(text[:4]), int(text[5:7]), int(text[8:10]), int(text[11:13]), int(text[14:16]), tzinfo=UTC)
+    except ValueError as fault:
+        raise ValueError(f"stamp {text!r} is no moment ({fault})") from None
     return int(moment.timestamp()) * NS_PER_S
 
 

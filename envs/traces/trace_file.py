@@ -162,20 +162,17 @@ class TraceFile:
             if missing:
                 raise self.error(columns_message(missing, wanted, header))
             places = [header.index(name) if name in header else -1 for name in (*wanted, *optional)]
-            width = max(places) + 1
-            if places == list(range(len(header))):  # the file's own order: no copying
-                for cells in reader:
-                    if len(cells) == width:
-                        yield reader.line_num, cells  # type: ignore[misc]
-                    elif cells:
-                        raise self.error(f"has {len(cells)} cells, the header has {len(header)}", reader.line_num)
-                return
+            width = len(header)
+            is_plain = places == list(range(width))  # the file's own order: no copying
             for cells in reader:
-                if len(cells) < width:
+                if len(cells) != width:
                     if not cells:
                         continue
-                    raise self.error(f"has {len(cells)} cells, the header has {len(header)}", reader.line_num)
-                yield reader.line_num, [cells[place] if place >= 0 else None for place in places]
+                    raise self.error(f"has {len(cells)} cells, the header has {width}", reader.line_num)
+                if is_plain:
+                    yield reader.line_num, cells  # type: ignore[misc]
+                else:
+                    yield reader.line_num, [cells[place] if place >= 0 else None for place in places]
 
 
 class _ZstdBytes(io.BufferedReader):

@@ -32,7 +32,7 @@ class TraceStream:
             self.report.note(f"class {options.service_class!r} of all rows by choice of the caller")
         if reader.needs_arrival and options.arrival is None:
             what = "arrivals on a clock per session only" if reader.places_sessions else "no arrival times"
-            raise file.error(f"has {what} (format {reader.name}); ask for made-up ones, e.g. --rate 2 --burstiness 1")
+            raise file.error(f"has {what} (format {reader.name}); make them up, e.g. --rate 2 --burstiness 1")
         self._wanted = reader.wanted
         self._file = file
         rows = self._served(reader.read(file, options, self.report))
@@ -43,8 +43,8 @@ class TraceStream:
         if options.arrival is not None:
             kind = "session starts" if reader.places_sessions else "arrivals"
             self.report.note(
-                f"{kind} are made up: gamma renewal, {options.arrival.rate_per_s:g} a second, shape {options.arrival.burstiness:g}, "
-                f"seed {options.seed}"
+                f"{kind} are made up: gamma renewal, {options.arrival.rate_per_s:g} a second, "
+                f"shape {options.arrival.burstiness:g}, seed {options.seed}"
             )
         self._rows = self._counted(rows)
 

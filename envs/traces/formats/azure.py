@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from envs.traces.cell_values import epoch_ns, token_count
 from envs.traces.formats.reader import Reader, has_columns
 from envs.traces.read_options import ReadOptions
-from envs.traces.timestamps import NS_PER_S, stamp_ns
+from envs.traces.timestamps import NS_PER_S
 from envs.traces.trace_file import TraceFile
 from envs.traces.trace_row import ReadReport, TraceRow
 
@@ -24,13 +24,9 @@ def read(file: TraceFile, options: ReadOptions, report: ReadReport) -> Iterator[
         report.note('class "code" because the file name says so; the columns of both Azure services are the same')
     zero_ns: int | None = None
     for line, (stamp, prompt, output, images) in file.csv_records(COLUMNS, ("NumImages",)):
-        try:
-            now_ns = stamp_ns(stamp)  # type: ignore[arg-type]
-            prompt_tokens, output_tokens = int(prompt), int(output)  # type: ignore[arg-type]
-        except ValueError:  # the slow path words the error
-            now_ns = epoch_ns(stamp, file, line, "TIMESTAMP", options)
-            prompt_tokens = token_count(prompt, file, line, "ContextTokens")
-            output_tokens = token_count(output, file, line, "GeneratedTokens")
+        now_ns = epoch_ns(stamp, file, line, "TIMESTAMP", options)
+        prompt_tokens = token_count(prompt, file, line, "ContextTokens")
+        output_tokens = token_count(output, file, line, "GeneratedTokens")
         if zero_ns is None:
             zero_ns = now_ns
         arrival_s = (now_ns - zero_ns) / NS_PER_S

@@ -17,8 +17,7 @@ class Reader:
     """One format. `recognise` sees the head of a file; `wanted` are the names it cannot do without.
 
     needs_arrival: the file has no arrival times, a made-up process is needed. places_sessions: `read` itself uses the
-    process, to place sessions. is_folder: `recognise_folder` and `read` take a folder (or an archive of one).
-    unit: of the file's times.
+    process, to place sessions. unit: of the file's times.
     """
 
     name: str
