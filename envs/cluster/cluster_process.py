@@ -66,7 +66,7 @@ class ClusterProcess:
         self.trace = world.trace
         self.decisions = decisions
         self.log = EventLog(keep_lines)
-        self.env = simpy.Environment()
+        self.env = simpy.Environment(0.0)  # a float from the start, or the kernel would be compiled for integers as well
         seeds = np.random.SeedSequence(world.seed).spawn(4)
         faults_rng, self._interference_rng, breaker_rng, self.moves_rng = (np.random.default_rng(seed) for seed in seeds)
         self.groups = GroupSet(world.cluster, world.options, world.trace.prefix_offsets, world.trace.prefix_ids)

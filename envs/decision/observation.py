@@ -11,12 +11,12 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from envs.decision import predictor as P
 from envs.decision.actions import CORNER_COUNT, DecisionPoint
 from envs.domain.commands import CommandKind
 from envs.domain.requests import SERVICE_CLASSES
+from envs.perf_model.compiled import kernel
 
 OBSERVATION_VERSION = 1
 BOUND = 10.0
@@ -91,12 +91,12 @@ def schema_hash() -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@njit(cache=True)
+@kernel
 def _log(value, floor):
     return math.log(max(value, floor))
 
 
-@njit(cache=True)
+@kernel
 def _group_rows(ints, floats, flags, estimates, tightest_s, out):
     """Group features of every group; `flags` (G, 6): capability, breaker half open, report age, deviation, up, draining."""
     for g in range(ints.shape[0]):
@@ -119,7 +119,7 @@ def _group_rows(ints, floats, flags, estimates, tightest_s, out):
         row[14] = estimates[g, P.E_UTILITY] / max(1, everyone)
 
 
-@njit(cache=True)
+@kernel
 def _route_rows(estimates, hits, prompt, allowed, out):
     """Route features of every group; comparisons are with the best allowed group. Returns the best net utility."""
     best_ttft = best_completion = math.inf

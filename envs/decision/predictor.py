@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import ClusterSnapshot, FloatArray, IntArray
+from envs.perf_model.compiled import ZERO, kernel
 from envs.perf_model.step_time import step_parts
 
 # Columns of the estimate table (G, ESTIMATES).
@@ -73,7 +73,7 @@ def class_limits(multiplier: float = 1.0) -> FloatArray:
     )
 
 
-@njit(cache=True)
+@kernel
 def _soft_met(value, limit):
     """Probability-like score that `value` stays under `limit`: logistic in the relative slack, minus a linear lateness charge."""
     slack = (limit - value) / (SOFTNESS * limit)
@@ -85,7 +85,7 @@ def _soft_met(value, limit):
     return 1.0 / (1.0 + math.exp(-slack)) - LATENESS_PRICE * late
 
 
-@njit(cache=True)
+@kernel
 def _join(ttft_score, tpot_score):
     """Both limits must hold; a negative (late) score is kept as a charge."""
     if ttft_score > 0.0 and tpot_score > 0.0:
@@ -93,22 +93,22 @@ def _join(ttft_score, tpot_score):
     return min(ttft_score, tpot_score)
 
 
-@njit(cache=True)
+@kernel
 def _step_s(g, plan, tokens, pairs, kv, sequences, rank_cost, group_cost, residual, slow):
     if plan == 0:
-        parts = step_parts(g, rank_cost, group_cost, residual, slow, tokens, 0, pairs, 0.0, kv, 0, 0, 0, sequences)
+        parts = step_parts(g, rank_cost, group_cost, residual, slow, tokens, ZERO, pairs, 0.0, kv, ZERO, ZERO, ZERO, sequences)
     else:
-        parts = step_parts(g, rank_cost, group_cost, residual, slow, 0, tokens, 0.0, pairs, 0, kv, 0, 0, sequences)
+        parts = step_parts(g, rank_cost, group_cost, residual, slow, ZERO, tokens, 0.0, pairs, ZERO, kv, ZERO, ZERO, sequences)
     return parts[0] + parts[1] + parts[2] + parts[3]
 
 
-@njit(cache=True)
+@kernel
 def _remaining(table, class_index, generated):
     place = int(3.0 * math.log2(1.0 + generated))
     return table[class_index, min(table.shape[1] - 1, place)]
 
 
-@njit(cache=True)
+@kernel
 def _resident_utility(now_s, first, last, ints, floats, limits, table, step_s, extra_prefill_s, extra_key, start_s, rate):
     """Summed soft utility of residents first..last - 1 when a decode step takes `step_s` and a newcomer with queue key
     `extra_key` adds `extra_prefill_s` of prefill; start_s: when the backlog starts; rate: prefill tokens per s."""
@@ -136,7 +136,7 @@ def _resident_utility(now_s, first, last, ints, floats, limits, table, step_s, e
     return total
 
 
-@njit(cache=True)
+@kernel
 def _estimate(
     now_s,
     arrival_s,

@@ -8,6 +8,7 @@ from numba import njit
 from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
 from envs.group_kernel.advance import jump_duration_s, steps_done_by
+from envs.perf_model.compiled import kernel
 
 # integer columns of `read_groups`
 (R_RUNNING, R_WAITING, R_BLOCKS_FREE, R_BLOCKS_TOTAL, R_BACKLOG_TOKENS, R_DECODE_KV, R_DECODING, R_SLOTS_FREE) = range(8)
@@ -23,7 +24,7 @@ RESIDENT_INTS = 6
 RESIDENT_FLOATS = 3
 
 
-@njit(cache=True)
+@kernel
 def read_groups(state, now_s, out_int, out_float):
     """Fill `out_int` (G, READ_INTS) and `out_float` (G, READ_FLOATS) as of `now_s`; call after `advance_all(state, now_s)`."""
     for g in range(state.group_int.shape[0]):
@@ -67,7 +68,7 @@ def read_groups(state, now_s, out_int, out_float):
         out_float[g, R_PAUSE_LEFT_S] = max(0.0, group[L.GF_PAUSED_UNTIL_S] - now_s)
 
 
-@njit(cache=True)
+@kernel
 def count_residents(state):
     """Requests inside all groups."""
     total = 0
@@ -76,7 +77,7 @@ def count_residents(state):
     return total
 
 
-@njit(cache=True)
+@kernel
 def read_residents(state, now_s, offset, out_int, out_float):
     """Fill the rows of every resident, running before waiting, group after group; `offset` (G + 1,) tells whose rows are whose."""
     index = 0
@@ -107,7 +108,7 @@ def read_residents(state, now_s, offset, out_int, out_float):
     offset[state.group_int.shape[0]] = index
 
 
-@njit(cache=True)
+@kernel
 def hit_tokens(state, request, out):
     """Prompt tokens of `request` that each group's prefix cache already holds; `out` (G,)."""
     for g in range(state.group_int.shape[0]):

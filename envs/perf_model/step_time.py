@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
+from envs.perf_model.compiled import inlined_kernel, kernel
 
 # Columns of rank_cost: what one rank adds to a step, over all layers.
 RC_ATTENTION_TOKEN_S = 0  # projection FLOP of one token
@@ -46,7 +46,7 @@ GROUP_COLUMNS = 10
 RESIDUAL_BINS = 15
 
 
-@njit(cache=True, inline="always")
+@inlined_kernel
 def residual_at(row, tokens):
     """Log-linear interpolation of one rank's residual table at `tokens` >= 1."""
     position = math.log2(tokens) if tokens > 1.0 else 0.0
@@ -56,7 +56,7 @@ def residual_at(row, tokens):
     return row[low] + (position - low) * (row[low + 1] - row[low])
 
 
-@njit(cache=True)
+@kernel
 def step_parts(g, rank_cost, group_cost, residual, slow, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, decode1, sequences):
     """One step of group `g`; suffixes 0 and 1 are the two plan slots.
 
@@ -141,7 +141,7 @@ def step_parts(g, rank_cost, group_cost, residual, slow, tokens0, tokens1, pairs
     return compute_s, device_s - compute_s, comm_s, host_s, memory_slope, comm_slope, regime
 
 
-@njit(cache=True)
+@kernel
 def rank_times(g, rank_cost, group_cost, residual, slow, plan, tokens, pairs, kv, out):
     """Fill `out` (R, 2) with each rank's attention and MLP seconds of a step under one plan slot (telemetry, balance)."""
     for r in range(rank_cost.shape[2]):
