@@ -20,14 +20,16 @@ from numba import njit
 ZERO = np.int64(0)
 ONE = np.int64(1)
 
+_OPTIONS: dict[str, Any] = {"cache": True, "_nrt": False, "error_model": "numpy", "no_cfunc_wrapper": True}
+
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` on first call, and keep it on disk for the next process. Division by zero gives inf, as in numpy."""
-    compiled: Callable[..., Any] = njit(cache=True, _nrt=False, error_model="numpy", no_cfunc_wrapper=True)(function)
+    compiled: Callable[..., Any] = njit(**_OPTIONS)(function)
     return compiled
 
 
 def inlined_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """As `kernel`, its body copied to where it is called; for a few lines in an inner loop."""
-    compiled: Callable[..., Any] = njit(cache=True, _nrt=False, error_model="numpy", no_cfunc_wrapper=True, inline="always")(function)
+    compiled: Callable[..., Any] = njit(inline="always", **_OPTIONS)(function)
     return compiled
