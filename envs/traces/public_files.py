@@ -97,7 +97,7 @@ def fetch(
                     digest.update(chunk)
                     out.write(chunk)
         except (urllib.error.URLError, OSError, http.client.HTTPException) as fault:
-            reason = getattr(fault, "reason", fault)
+            reason = f"HTTP {fault.code}" if isinstance(fault, urllib.error.HTTPError) else getattr(fault, "reason", fault)
             raise TraceError(
                 f"fetch {file.name}: {file.url} cannot be reached ({reason}); without a network use synthesize"
             ) from fault
