@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -60,7 +61,40 @@ def current_mix(view: ClusterSnapshot, g: int) -> split_planner.StepMix:
     if everyone == 0:
         return IDLE_MIX
     kv_tokens = int(view.decode_kv_tokens[g] + view.prefill_backlog_tokens[g])
-    return split_planner.StepMix(decode_sequences=everyone, kv_tokens=kv_tokens)
+    return split_planner.StepMix(decode_sequences=_coarse(everyone), kv_tokens=_coarse(kv_tokens))
+
+
+def _coarse(value: float) -> float:
+    """Nearest power of the square root of two: forecasts are no more precise, and equal ones share their plan."""
+    return float(round(2.0 ** (round(2.0 * np.log2(value)) / 2.0))) if value >= 1 else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _planned(
+    group: TpGroup, corner: str, mix: split_planner.StepMix, factors: tuple[float, ...]
+) -> tuple[SplitPlan, float] | None:
+    """Plan of a corner and its predicted step; None when it is infeasible. Cached: the planner takes milliseconds."""
+    speeds = np.array(factors)
+    try:
+        plan = split_planner.corner_plan(group, corner, mix, speed_factors=speeds)
+    except split_planner.InfeasibleSplit:
+        return None
+    return plan, split_planner.step_cost_s(group, plan, mix, speed_factors=speeds)
+
+
+@lru_cache(maxsize=4096)
+def _step_s(group: TpGroup, plan: SplitPlan, mix: split_planner.StepMix, factors: tuple[float, ...]) -> float:
+    return split_planner.step_cost_s(group, plan, mix, speed_factors=np.array(factors))
+
+
+@lru_cache(maxsize=4096)
+def _price_s(group: TpGroup, old: SplitPlan, new: SplitPlan) -> float:
+    return split_planner.resplit_price(group, old, new, overlap_of(group, old)).transfer_s
+
+
+def _rounded(factors: FloatArray) -> tuple[float, ...]:
+    """Measured speed factors in steps of 5 %, never rounded to a loss."""
+    return tuple(0.0 if value <= 0 else max(0.05, round(value * 20.0) / 20.0) for value in factors)
 
 
 def split_candidates(
@@ -76,22 +110,19 @@ def split_candidates(
         if len(group.ranks) < 2 or not view.is_up[g]:
             continue
         mix = current_mix(view, g)
-        factors = health.speed_factors[g]
-        before_s = split_planner.step_cost_s(group, plan, mix, speed_factors=factors)
+        factors = _rounded(health.speed_factors[g])
+        before_s = _step_s(group, plan, mix, factors)
         seen = {(plan.query_heads, plan.mlp_blocks)}
         for corner in SPLIT_CANDIDATES:
-            try:
-                other = split_planner.corner_plan(group, corner, mix, speed_factors=factors)
-            except split_planner.InfeasibleSplit:
+            found = _planned(group, corner, mix, factors)
+            if found is None or (found[0].query_heads, found[0].mlp_blocks) in seen:
                 continue
-            if (other.query_heads, other.mlp_blocks) in seen:
-                continue
+            other, after_s = found
             seen.add((other.query_heads, other.mlp_blocks))
-            after_s = split_planner.step_cost_s(group, other, mix, speed_factors=factors)
-            price = split_planner.resplit_price(group, plan, other, overlap_of(group, plan))
             command = Command(CommandKind.SET_SPLIT, g, argument=split_planner.CORNERS.index(corner))
             everyone = float(view.running[g] + view.waiting[g])
-            rows.append((command, (_gain(before_s, after_s), np.log1p(price.transfer_s), np.log1p(everyone), 0.0, 0.0)))
+            row = (_gain(before_s, after_s), np.log1p(_price_s(group, plan, other)), np.log1p(everyone), 0.0, 0.0)
+            rows.append((command, row))
     return _collect(rows)
 
 
@@ -149,7 +180,7 @@ def rebalance_candidates(
 
 
 def _requeue_rows(view: ClusterSnapshot, typical: FloatArray, best: int) -> list[tuple[Command, tuple[float, ...]]]:
-    rows = []
+    rows: list[tuple[Command, tuple[float, ...]]] = []
     for g in np.flatnonzero((view.waiting > 0) & view.is_up):
         if g == best:
             continue
@@ -164,7 +195,7 @@ def _migrate_rows(
     view: ClusterSnapshot, groups: Sequence[TpGroup], typical: FloatArray, best: int
 ) -> list[tuple[Command, tuple[float, ...]]]:
     """The newest running request of each loaded group: it has the most left to gain and the least KV to move."""
-    rows = []
+    rows: list[tuple[Command, tuple[float, ...]]] = []
     load = typical[:, P.E_STEP_S] * view.is_up
     for g in np.argsort(-load, kind="stable")[:MIGRATIONS_MAX]:
         first, last = view.residents.offset[g], view.residents.offset[g + 1]
@@ -173,8 +204,9 @@ def _migrate_rows(
             continue
         index = min(decoding, key=lambda i: (int(view.residents.ints[i, 3]), i))
         tokens = int(view.residents.ints[index, 2] + view.residents.ints[index, 3])
-        link = groups[g].outer_link
-        price_s = link.alpha_s + tokens * groups[g].model.kv_bytes_per_token * link.beta_s_per_byte
+        group = groups[int(g)]
+        link = group.outer_link
+        price_s = link.alpha_s + tokens * group.model.kv_bytes_per_token * link.beta_s_per_byte
         row = (
             _gain(typical[g, P.E_STEP_S], typical[best, P.E_STEP_AFTER_S]),
             np.log1p(price_s),
@@ -195,7 +227,7 @@ def _scale_rows(
         price = np.log1p(health.cold_start_s)
         rows.append((Command(CommandKind.SCALE_OUT, int(g)), (0.0, price, 0.0, np.log1p(pressure), view.capability[g])))
         for h in np.flatnonzero(view.is_up):
-            if len(groups[h].ranks) + len(groups[g].ranks) <= view.rank_busy_fraction.shape[1]:
+            if len(groups[int(h)].ranks) + len(groups[int(g)].ranks) <= view.rank_busy_fraction.shape[1]:
                 command = Command(CommandKind.REGROUP, int(g), int(h))
                 everyone = np.log1p(float(view.running[h] + view.waiting[h]))
                 rows.append((command, (0.0, np.log1p(health.rebuild_s), everyone, np.log1p(pressure), 0.0)))
