@@ -593,6 +593,15 @@ def advance_all(state, until_s):
 
 
 @kernel
+def join(state, g, now_s, request, class_index, prompt, target, arrival_s, key, tpot_limit_s):
+    """Put a new request into group `g`'s queue and let the step under way be its last without it; returns its slot or -1."""
+    slot = Q.enqueue(state, g, now_s, request, class_index, prompt, target, arrival_s, key, tpot_limit_s)
+    if slot >= 0:
+        cut_jump(state, g, now_s)
+    return slot
+
+
+@kernel
 def next_event_s(state):
     """Earliest end of a planned jump over all groups; inf when all are idle."""
     earliest = np.inf
