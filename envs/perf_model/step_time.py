@@ -47,9 +47,14 @@ RESIDUAL_BINS = 15
 
 
 @inlined_kernel
-def residual_at(row, tokens):
-    """Log-linear interpolation of one rank's residual table at `tokens` >= 1."""
-    position = math.log2(tokens) if tokens > 1.0 else 0.0
+def residual_position(tokens):
+    """Place of `tokens` >= 1 on the logarithmic axis of the residual tables; the same for all ranks of a step."""
+    return math.log2(tokens) if tokens > 1.0 else 0.0
+
+
+@inlined_kernel
+def residual_at(row, position):
+    """Log-linear interpolation of one rank's residual table at a `residual_position`."""
     if position >= RESIDUAL_BINS - 1:
         return row[RESIDUAL_BINS - 1]
     low = int(position)
@@ -68,6 +73,7 @@ def step_parts(g, rank_cost, group_cost, residual, slow, tokens0, tokens1, pairs
     """
     ranks = rank_cost.shape[2]
     tokens = tokens0 + tokens1
+    position = residual_position(tokens)
     share0 = tokens0 > 0 or kv0 > 0
     share1 = tokens1 > 0 or kv1 > 0
     experts = group_cost[g, GC_EXPERTS]
@@ -85,7 +91,7 @@ def step_parts(g, rank_cost, group_cost, residual, slow, tokens0, tokens1, pairs
     for r in range(ranks):
         slow_compute = slow[g, r, 0]
         slow_memory = slow[g, r, 1]
-        bend = residual_at(residual[g, r], tokens)
+        bend = residual_at(residual[g, r], position)
         weight = 0.0
         mlp_weight = 0.0
         head_weight = 0.0
@@ -144,9 +150,10 @@ def step_parts(g, rank_cost, group_cost, residual, slow, tokens0, tokens1, pairs
 @kernel
 def rank_times(g, rank_cost, group_cost, residual, slow, plan, tokens, pairs, kv, out):
     """Fill `out` (R, 2) with each rank's attention and MLP seconds of a step under one plan slot (telemetry, balance)."""
+    position = residual_position(tokens)
     for r in range(rank_cost.shape[2]):
         cost = rank_cost[g, plan, r]
-        bend = residual_at(residual[g, r], tokens)
+        bend = residual_at(residual[g, r], position)
         interference = group_cost[g, GC_INTERFERENCE]
         attention = max(tokens * cost[RC_ATTENTION_TOKEN_S] * slow[g, r, 0], cost[RC_ATTENTION_WEIGHT_S] * slow[g, r, 1]) * bend
         attention += pairs * cost[RC_PREFILL_PAIR_S] * slow[g, r, 0] + kv * cost[RC_DECODE_KV_S] * slow[g, r, 1]
