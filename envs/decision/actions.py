@@ -89,8 +89,14 @@ class DecisionPoint:
 
     @cached_property
     def potential(self) -> float:
-        """Phi of reward shaping: soft utility of everyone already inside."""
-        return float(self.estimates[:, P.E_UTILITY].sum())
+        """Phi of reward shaping: what everybody inside is expected to lose, soft utility less full weight; at most 0.
+
+        Counted from full weight so that it stays near 0 while all goes well: a large Phi times a random discount^dt would
+        bury the effect of the one decision in noise.
+        """
+        weights = np.array([service.weight for service in SERVICE_CLASSES])
+        everybody = float(weights[self.view.residents.ints[:, 1]].sum())
+        return float(self.estimates[:, P.E_UTILITY].sum()) - everybody
 
     @property
     def allowed_groups(self) -> BoolArray:
