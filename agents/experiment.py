@@ -311,7 +311,8 @@ class Experiment:
         report = export_bundle(
             trained.policy, directory, schema,
             evaluation={"validation_goodput": trained.best_score, "heuristics_on_validation": self.best.scores},
-            provenance=provenance(self.config.model_dump(), self.config.seed) | {"trace": self.trace_label, "synthetic": self.trace.synthetic},
+            provenance=provenance(self.config.model_dump(), self.config.seed)
+            | {"trace": self.trace_label, "synthetic": self.trace.synthetic},
         )  # fmt: skip
         self.say(
             f"PPO {agent}: validation goodput {trained.best_score:.4f}; bundle {directory} "

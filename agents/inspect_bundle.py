@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -68,7 +69,9 @@ def _ranges(names: Sequence[str], low: np.ndarray, high: np.ndarray) -> list[str
     for name, a, b in zip(names, low, high, strict=True):
         if a == b:
             constant.setdefault(float(a), []).append(name)
-    return lines + [f"  always {value:g}: {', '.join(group)}" for value, group in sorted(constant.items())]
+    for value, group in sorted(constant.items()):
+        lines += textwrap.wrap(", ".join(group), 96, initial_indent=f"  always {value:g}: ", subsequent_indent="    ")
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> int:
