@@ -17,7 +17,7 @@ DRAWS = 256
 class WhatIf:
     """samples: length samples per candidate; shortlist: only the best by closed-form net utility and completion are played."""
 
-    def __init__(self, rng: np.random.Generator, samples: int = 4, shortlist: int = 5, horizon_s: float = 120.0) -> None:
+    def __init__(self, rng: np.random.Generator, samples: int = 2, shortlist: int = 4, horizon_s: float = 120.0) -> None:
         self._rng = rng
         self._samples = samples
         self._shortlist = shortlist

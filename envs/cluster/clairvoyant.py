@@ -25,7 +25,7 @@ class Clairvoyant:
     """For each candidate group: clone its true state, add the request and a fair share of the true next arrivals, play to
     the end, count everybody's utility. Greedy in its own choice, so a strong reference, not a proven upper bound."""
 
-    def __init__(self, cluster: ClusterProcess, shortlist: int = 6) -> None:
+    def __init__(self, cluster: ClusterProcess, shortlist: int = 4) -> None:
         self._cluster = cluster
         self._shortlist = shortlist
         self._scratch: L.KernelState | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -60,7 +61,40 @@ def current_mix(view: ClusterSnapshot, g: int) -> split_planner.StepMix:
     if everyone == 0:
         return IDLE_MIX
     kv_tokens = int(view.decode_kv_tokens[g] + view.prefill_backlog_tokens[g])
-    return split_planner.StepMix(decode_sequences=everyone, kv_tokens=kv_tokens)
+    return split_planner.StepMix(decode_sequences=_coarse(everyone), kv_tokens=_coarse(kv_tokens))
+
+
+def _coarse(value: float) -> float:
+    """Nearest power of the square root of two: forecasts are no more precise, and equal ones share their plan."""
+    return float(round(2.0 ** (round(2.0 * np.log2(value)) / 2.0))) if value >= 1 else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _planned(
+    group: TpGroup, corner: str, mix: split_planner.StepMix, factors: tuple[float, ...]
+) -> tuple[SplitPlan, float] | None:
+    """Plan of a corner and its predicted step; None when it is infeasible. Cached: the planner takes milliseconds."""
+    speeds = np.array(factors)
+    try:
+        plan = split_planner.corner_plan(group, corner, mix, speed_factors=speeds)
+    except split_planner.InfeasibleSplit:
+        return None
+    return plan, split_planner.step_cost_s(group, plan, mix, speed_factors=speeds)
+
+
+@lru_cache(maxsize=4096)
+def _step_s(group: TpGroup, plan: SplitPlan, mix: split_planner.StepMix, factors: tuple[float, ...]) -> float:
+    return split_planner.step_cost_s(group, plan, mix, speed_factors=np.array(factors))
+
+
+@lru_cache(maxsize=4096)
+def _price_s(group: TpGroup, old: SplitPlan, new: SplitPlan) -> float:
+    return split_planner.resplit_price(group, old, new, overlap_of(group, old)).transfer_s
+
+
+def _rounded(factors: FloatArray) -> tuple[float, ...]:
+    """Measured speed factors in steps of 5 %, never rounded to a loss."""
+    return tuple(0.0 if value <= 0 else max(0.05, round(value * 20.0) / 20.0) for value in factors)
 
 
 def split_candidates(
@@ -76,22 +110,19 @@ def split_candidates(
         if len(group.ranks) < 2 or not view.is_up[g]:
             continue
         mix = current_mix(view, g)
-        factors = health.speed_factors[g]
-        before_s = split_planner.step_cost_s(group, plan, mix, speed_factors=factors)
+        factors = _rounded(health.speed_factors[g])
+        before_s = _step_s(group, plan, mix, factors)
         seen = {(plan.query_heads, plan.mlp_blocks)}
         for corner in SPLIT_CANDIDATES:
-            try:
-                other = split_planner.corner_plan(group, corner, mix, speed_factors=factors)
-            except split_planner.InfeasibleSplit:
+            found = _planned(group, corner, mix, factors)
+            if found is None or (found[0].query_heads, found[0].mlp_blocks) in seen:
                 continue
-            if (other.query_heads, other.mlp_blocks) in seen:
-                continue
+            other, after_s = found
             seen.add((other.query_heads, other.mlp_blocks))
-            after_s = split_planner.step_cost_s(group, other, mix, speed_factors=factors)
-            price = split_planner.resplit_price(group, plan, other, overlap_of(group, plan))
             command = Command(CommandKind.SET_SPLIT, g, argument=split_planner.CORNERS.index(corner))
             everyone = float(view.running[g] + view.waiting[g])
-            rows.append((command, (_gain(before_s, after_s), np.log1p(price.transfer_s), np.log1p(everyone), 0.0, 0.0)))
+            row = (_gain(before_s, after_s), np.log1p(_price_s(group, plan, other)), np.log1p(everyone), 0.0, 0.0)
+            rows.append((command, row))
     return _collect(rows)
 
 
