@@ -21,6 +21,7 @@ from agents.evaluation_file import KEY_BYTES_MIN, EvaluationFile, bundle_digests
 from agents.experiment_config import ExperimentConfig, load_experiment
 from agents.policy_bundle import BundleSchema, load_bundle
 from agents.report import EvaluationResults, comparisons, print_table
+from agents.worker_processes import end_workers
 from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
 from envs.domain.suggestions import unknown_name
 from envs.scheduling_env import ALL_DECISIONS
@@ -140,6 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
         if output.exists():
             raise ValueError(f"--output {output} exists; name a new file")
         experiment = Experiment(config, output.parent, console, options.processes)
+        experiment.check(())
     except ValueError as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 2
@@ -148,6 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
         experiment.pick_heuristics()
         results = experiment.evaluate(bundles)
     except KeyboardInterrupt:
+        end_workers()
         print("evaluate: interrupted; nothing was written", file=sys.stderr)
         return 1
     finally:

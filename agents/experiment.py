@@ -117,6 +117,35 @@ class Experiment:
         self.validation: tuple[WorldSpec, ...] = ()
         self.test: tuple[WorldSpec, ...] = ()
 
+    def check(self, agents: Sequence[str]) -> None:
+        """Raise ValueError now for names and settings that would fail after minutes of work."""
+        compare, rng = self.config.compare, np.random.default_rng(0)
+        for decision, names in (("route", compare.routers), ("split", compare.splitters), ("rebalance", compare.rebalancers)):
+            if not names:
+                raise ValueError(f"compare: no {decision} heuristic is listed; give at least one")
+            for name in names:
+                heuristics.make(decision, name, rng)
+        for agent in agents:
+            self._ppo_settings(agent).check_rollout(self.config.training_environments)
+        for cluster in self.sampler.clusters:
+            candidates = len(cluster.groups) + 2  # hold and refuse
+            if candidates > self.config.max_candidates:
+                raise ValueError(
+                    f"max_candidates={self.config.max_candidates}: {cluster.name} has {candidates} in a route decision; raise it"
+                )
+        choice = self.config.trace
+        for name, window_s in (("train_s", choice.train_s), ("validation_s", choice.validation_s), ("test_s", choice.test_s)):
+            first, last = np.searchsorted(self.trace.arrival_s, window_s)
+            if last - first < 2:
+                raise ValueError(f"trace.{name}={window_s} holds {last - first} requests of {self.trace_label}; choose a longer window")
+
+    def _ppo_settings(self, agent: str) -> PpoSettings:
+        overrides = DEFAULT_PPO[agent] | self.config.ppo.get(agent, {})
+        try:
+            return PpoSettings(**({"seed": self._ppo_seed} | overrides))
+        except TypeError as error:
+            raise ValueError(f"ppo.{agent}: {error}") from error
+
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False)
 
@@ -144,8 +173,9 @@ class Experiment:
             return sampler.at_rate(scale).fixed(4, self._validation_seed)
 
         if load_one_scale is None:
-            self.load_one = load_one(self.runner, worlds_at, reference, 1.0, 4.0)
-            self.say(f"load 1.0 = trace x {self.load_one:.4f} ({REFERENCE} keeps 95 % goodput on validation worlds)")
+            # rounded before use, so that the printed number asks for the same worlds again
+            self.load_one = float(f"{load_one(self.runner, worlds_at, reference, 1.0, 4.0):.4g}")
+            self.say(f"load 1.0 = trace x {self.load_one:g} ({REFERENCE} keeps 95 % goodput on validation worlds)")
         else:
             self.load_one = load_one_scale
         scales = tuple(load * self.load_one for load in choice.test_load)
@@ -182,8 +212,7 @@ class Experiment:
         """Train one agent, export its bundle; returns the bundle's directory."""
         config = self.config
         asked: tuple[Decision, ...] = ALL_DECISIONS if agent == "joint" else (agent,)  # type: ignore[assignment]
-        overrides = DEFAULT_PPO[agent] | config.ppo.get(agent, {})
-        settings = PpoSettings(**({"seed": self._ppo_seed} | overrides))
+        settings = self._ppo_settings(agent)
         env_settings = EnvSettings(
             asked=asked, max_candidates=config.max_candidates, discount_per_s=settings.gamma_per_s,
             lateness_price=config.lateness_price, shaping=config.shaping,

@@ -42,7 +42,7 @@ class TraceChoice(BaseModel, extra="forbid"):
 class WorldChoice(BaseModel, extra="forbid"):
     """Worlds. `train_load` and `test_load` are shares of load 1.0 (DESIGN section 8), which is found by bisection."""
 
-    clusters: list[str] = ["mixed-70b"]
+    clusters: list[str] = Field(["mixed-70b"], min_length=1)
     requests: PositiveInt = 400
     train_load: tuple[PositiveFloat, PositiveFloat] = (0.5, 1.3)
     test_load: tuple[PositiveFloat, PositiveFloat] = (0.7, 1.15)

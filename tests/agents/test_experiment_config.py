@@ -102,5 +102,7 @@ def test_yaml_cannot_build_objects(tmp_path):
 
 
 def test_unknown_name_lists_the_known(tmp_path):
-    with pytest.raises(ExperimentError, match='experiment "defualt" unknown; did you mean "default"\\? known: .*smoke.*or give a YAML file'):
+    with pytest.raises(
+        ExperimentError, match='experiment "defualt" unknown; did you mean "default"\\? known: .*smoke.*or give a YAML file'
+    ):
         load_experiment("defualt")
