@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class TraceChoice(BaseModel, extra="forbid"):
         for name, (begin, end) in windows:
             if end <= begin:
                 raise ValueError(f"{name}=({begin}, {end}) ends before it begins")
-        for (left, a), (right, b) in zip(windows, windows[1:], strict=False):
+        for (left, a), (right, b) in pairwise(windows):
             if b[0] < a[1]:
                 raise ValueError(f"{left}={a} and {right}={b} overlap; training and test must not share requests")
         return self

@@ -101,8 +101,6 @@ def test_yaml_cannot_build_objects(tmp_path):
     assert not marker.exists()
 
 
-def test_unknown_name_lists_the_known(tmp_path):
-    with pytest.raises(
-        ExperimentError, match='experiment "defualt" unknown; did you mean "default"\\? known: .*smoke.*or give a YAML file'
-    ):
+def test_unknown_name_lists_the_known():
+    with pytest.raises(ExperimentError, match=r'"defualt" unknown; did you mean "default"\? known: .*smoke.*or give a YAML file'):
         load_experiment("defualt")
