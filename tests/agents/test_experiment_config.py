@@ -55,7 +55,7 @@ def test_windows_of_the_defaults_share_no_request():
 
 def test_file_beats_defaults_field_by_field(tmp_path):
     config = load_experiment(written(tmp_path, "seed: 5\nworlds: {requests: 7}\n"))
-    assert (config.seed, config.worlds.requests, config.worlds.clusters) == (5, 7, ["mixed-8"])
+    assert (config.seed, config.worlds.requests, config.worlds.clusters) == (5, 7, ExperimentConfig().worlds.clusters)
 
 
 def test_world_options_reach_the_world(tmp_path):
