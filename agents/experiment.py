@@ -41,7 +41,7 @@ CEILING = "clairvoyant (unreachable)"
 REFERENCE = "net_utility"  # the strongest closed-form router on every validation set so far; it defines load 1.0
 AGENTS: tuple[str, ...] = ("route", "split", "rebalance")
 DEFAULT_PPO: dict[str, dict[str, Any]] = {
-    "route": {"total_decisions": 120_000, "n_steps": 1024, "minibatch_size": 256, "gamma_per_s": 0.8, "lambda_per_s": 0.5},
+    "route": {"total_decisions": 120_000, "n_steps": 512, "minibatch_size": 256, "gamma_per_s": 0.8, "lambda_per_s": 0.5},
     "split": {
         "total_decisions": 6_000,
         "n_steps": 128,
@@ -58,7 +58,7 @@ DEFAULT_PPO: dict[str, dict[str, Any]] = {
         "lambda_per_s": 0.95,
         "scaling_decisions": 256,
     },
-    "joint": {"total_decisions": 120_000, "n_steps": 1024, "minibatch_size": 256, "gamma_per_s": 0.9, "lambda_per_s": 0.7},
+    "joint": {"total_decisions": 120_000, "n_steps": 512, "minibatch_size": 256, "gamma_per_s": 0.9, "lambda_per_s": 0.7},
 }
 
 
@@ -214,7 +214,7 @@ class Experiment:
         asked: tuple[Decision, ...] = ALL_DECISIONS if agent == "joint" else (agent,)  # type: ignore[assignment]
         settings = self._ppo_settings(agent)
         env_settings = EnvSettings(
-            asked=asked, max_candidates=config.max_candidates, discount_per_s=settings.gamma_per_s,
+            asked=asked, max_candidates=config.max_candidates[agent], discount_per_s=settings.gamma_per_s,
             lateness_price=config.lateness_price, shaping=config.shaping,
         )  # fmt: skip
         scales = tuple(load * self.load_one for load in config.worlds.train_load)
@@ -336,7 +336,7 @@ class Experiment:
         return float(np.mean(shares))
 
     def _export(self, agent: str, trained: TrainedPolicy) -> Path:
-        schema = BundleSchema(agent, FEATURES, CONTEXT, OBSERVATION_VERSION, self.config.max_candidates)
+        schema = BundleSchema(agent, FEATURES, CONTEXT, OBSERVATION_VERSION, self.config.max_candidates[agent])
         directory = self.run_dir / "bundle" / agent
         directory.parent.mkdir(parents=True, exist_ok=True)
         report = export_bundle(

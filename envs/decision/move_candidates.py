@@ -180,7 +180,7 @@ def rebalance_candidates(
 
 
 def _requeue_rows(view: ClusterSnapshot, typical: FloatArray, best: int) -> list[tuple[Command, tuple[float, ...]]]:
-    rows = []
+    rows: list[tuple[Command, tuple[float, ...]]] = []
     for g in np.flatnonzero((view.waiting > 0) & view.is_up):
         if g == best:
             continue
@@ -195,7 +195,7 @@ def _migrate_rows(
     view: ClusterSnapshot, groups: Sequence[TpGroup], typical: FloatArray, best: int
 ) -> list[tuple[Command, tuple[float, ...]]]:
     """The newest running request of each loaded group: it has the most left to gain and the least KV to move."""
-    rows = []
+    rows: list[tuple[Command, tuple[float, ...]]] = []
     load = typical[:, P.E_STEP_S] * view.is_up
     for g in np.argsort(-load, kind="stable")[:MIGRATIONS_MAX]:
         first, last = view.residents.offset[g], view.residents.offset[g + 1]
@@ -204,8 +204,9 @@ def _migrate_rows(
             continue
         index = min(decoding, key=lambda i: (int(view.residents.ints[i, 3]), i))
         tokens = int(view.residents.ints[index, 2] + view.residents.ints[index, 3])
-        link = groups[g].outer_link
-        price_s = link.alpha_s + tokens * groups[g].model.kv_bytes_per_token * link.beta_s_per_byte
+        group = groups[int(g)]
+        link = group.outer_link
+        price_s = link.alpha_s + tokens * group.model.kv_bytes_per_token * link.beta_s_per_byte
         row = (
             _gain(typical[g, P.E_STEP_S], typical[best, P.E_STEP_AFTER_S]),
             np.log1p(price_s),
@@ -226,7 +227,7 @@ def _scale_rows(
         price = np.log1p(health.cold_start_s)
         rows.append((Command(CommandKind.SCALE_OUT, int(g)), (0.0, price, 0.0, np.log1p(pressure), view.capability[g])))
         for h in np.flatnonzero(view.is_up):
-            if len(groups[h].ranks) + len(groups[g].ranks) <= view.rank_busy_fraction.shape[1]:
+            if len(groups[int(h)].ranks) + len(groups[int(g)].ranks) <= view.rank_busy_fraction.shape[1]:
                 command = Command(CommandKind.REGROUP, int(g), int(h))
                 everyone = np.log1p(float(view.running[h] + view.waiting[h]))
                 rows.append((command, (0.0, np.log1p(health.rebuild_s), everyone, np.log1p(pressure), 0.0)))
