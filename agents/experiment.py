@@ -127,12 +127,14 @@ class Experiment:
                 heuristics.make(decision, name, rng)
         for agent in agents:
             self._ppo_settings(agent).check_rollout(self.config.training_environments)
-        for cluster in self.sampler.clusters:
-            candidates = len(cluster.groups) + 2  # hold and refuse
-            if candidates > self.config.max_candidates:
-                raise ValueError(
-                    f"max_candidates={self.config.max_candidates}: {cluster.name} has {candidates} in a route decision; raise it"
-                )
+        for agent in agents:
+            rows = self.config.max_candidates.get(agent)
+            if rows is None:
+                raise ValueError(f"max_candidates: no size for {agent}; name every agent that is trained")
+            for cluster in self.sampler.clusters:
+                candidates = len(cluster.groups) + 2  # hold and refuse
+                if agent in ("route", "joint") and candidates > rows:
+                    raise ValueError(f"max_candidates.{agent}={rows}: {cluster.name} has {candidates} in a route decision; raise it")
         choice = self.config.trace
         for name, window_s in (("train_s", choice.train_s), ("validation_s", choice.validation_s), ("test_s", choice.test_s)):
             first, last = np.searchsorted(self.trace.arrival_s, window_s)

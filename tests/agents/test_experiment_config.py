@@ -30,7 +30,7 @@ def test_shipped_experiment_names_what_exists(name):
     assert config.trace.name in FILES
     for cluster in config.worlds.clusters:
         groups = len(load_cluster(cluster).groups)
-        assert groups + 2 <= config.max_candidates, "a route decision has every group, hold and refuse"
+        assert groups + 2 <= config.max_candidates["route"], "a route decision has every group, hold and refuse"
     for decision, names in (
         ("route", config.compare.routers), ("split", config.compare.splitters), ("rebalance", config.compare.rebalancers),
     ):  # fmt: skip
