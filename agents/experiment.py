@@ -41,7 +41,18 @@ CEILING = "clairvoyant (unreachable)"
 REFERENCE = "net_utility"  # the strongest closed-form router on every validation set so far; it defines load 1.0
 AGENTS: tuple[str, ...] = ("route", "split", "rebalance")
 DEFAULT_PPO: dict[str, dict[str, Any]] = {
-    "route": {"total_decisions": 120_000, "n_steps": 512, "minibatch_size": 256, "learning_rate": 1e-3, "gamma_per_s": 0.5, "lambda_per_s": 0.2},
+    "route": {
+        "total_decisions": 120_000,
+        "n_steps": 512,
+        "minibatch_size": 256,
+        "learning_rate": 1e-3,
+        "epochs": 5,
+        "kl_stop": 0.03,
+        "entropy_coefficient": 5e-4,
+        # a third of a second: losses are booked when foreseen, so the critic need not carry them far
+        "gamma_per_s": 0.05,
+        "lambda_per_s": 0.05,
+    },
     "split": {
         "total_decisions": 6_000,
         "n_steps": 128,
