@@ -41,7 +41,7 @@ CEILING = "clairvoyant (unreachable)"
 REFERENCE = "net_utility"  # the strongest closed-form router on every validation set so far; it defines load 1.0
 AGENTS: tuple[str, ...] = ("route", "split", "rebalance")
 DEFAULT_PPO: dict[str, dict[str, Any]] = {
-    "route": {"total_decisions": 120_000, "n_steps": 512, "minibatch_size": 256, "gamma_per_s": 0.8, "lambda_per_s": 0.5},
+    "route": {"total_decisions": 120_000, "n_steps": 512, "minibatch_size": 256, "learning_rate": 1e-3, "gamma_per_s": 0.5, "lambda_per_s": 0.2},
     "split": {
         "total_decisions": 6_000,
         "n_steps": 128,
@@ -216,7 +216,7 @@ class Experiment:
         asked: tuple[Decision, ...] = ALL_DECISIONS if agent == "joint" else (agent,)  # type: ignore[assignment]
         settings = self._ppo_settings(agent)
         env_settings = EnvSettings(
-            asked=asked, max_candidates=config.max_candidates[agent], discount_per_s=settings.gamma_per_s,
+            asked=asked, max_candidates=config.max_candidates[agent], discount_per_s=config.discount_per_s,
             lateness_price=config.lateness_price, shaping=config.shaping,
         )  # fmt: skip
         scales = tuple(load * self.load_one for load in config.worlds.train_load)

@@ -86,7 +86,7 @@ class ExperimentConfig(BaseModel, extra="forbid"):
     compare: CompareChoice = CompareChoice()
     tune: TuneChoice = TuneChoice()
     max_candidates: dict[str, PositiveInt] = {"route": 16, "split": 40, "rebalance": 40, "joint": 40}
-    discount_per_s: float = Field(0.8, gt=0, le=1)
+    discount_per_s: float = Field(1.0, gt=0, le=1)
     lateness_price: float = Field(0.05, ge=0)
     shaping: float = Field(1.0, ge=0)
     training_environments: PositiveInt = 6

@@ -6,9 +6,10 @@
 | context | (context features,) | `envs.decision.observation.CONTEXT` | [-10, 10] |
 | mask | (max_candidates,) | 1 where the candidate may be chosen; never all 0 | {0, 1} |
 
-Action: index of a candidate. Reward: the objective of evaluation (`envs.decision.objective`) for every request that ended
-since the last decision, each discounted from its own time by `discount_per_s`, plus potential-based shaping
-discount^dt Phi(s') - Phi(s) with Phi the predictor's soft utility of everybody inside. info["elapsed_s"] is dt.
+Action: index of a candidate. Reward: the objective of evaluation (`envs.decision.objective`) less the request's full weight
+(a constant per request: 0 is perfect, everything else negative) for every request that ended since the last decision, each
+discounted from its own time by `discount_per_s`, plus potential-based shaping discount^dt Phi(s') - Phi(s) with Phi what
+the predictor expects everybody inside to lose. info["elapsed_s"] is dt.
 Ending: terminated when every request of the world has ended and the drain is over; truncated when `max_decisions`
 cuts the episode (the last observation's value must be carried on, K04).
 """
@@ -28,7 +29,7 @@ from envs.cluster.world import WorldSpec
 from envs.decision.actions import Decision, DecisionPoint, Scheduler
 from envs.decision.objective import PERCENTILES, summary, value_of
 from envs.decision.observation import BOUND, CONTEXT, FEATURES, encode
-from envs.domain.requests import OutcomeKind, RequestOutcome
+from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, RequestOutcome
 
 WorldSource = Callable[[np.random.Generator], WorldSpec]
 CompanionSource = Callable[[np.random.Generator], dict[Decision, Scheduler]]
@@ -39,12 +40,17 @@ ALL_DECISIONS: tuple[Decision, ...] = ("route", "split", "rebalance")
 @dataclass(frozen=True, slots=True)
 class EnvSettings:
     """asked: decisions put to the agent; the others go to the companions, or are not raised where there is none.
-    lateness_price: weighted goodput per limit of lateness in the reward. shaping: weight of the potential (0 = off)."""
+    lateness_price: weighted goodput per limit of lateness in the reward. shaping: weight of the potential (0 = off).
+
+    discount_per_s: of the objective. 1 is what evaluation reports, the plain sum over a world; a loss is then booked when it
+    is foreseen (Phi falls) and corrected when it is known, so a learner may look ahead by seconds only (its own gamma
+    and lambda trade bias for variance, Schulman et al. 2016, section 3). A discount here below 1 would make losses
+    cheaper by postponing them beyond the horizon: tried, and the policy learnt to strand requests."""
 
     asked: tuple[Decision, ...] = ("route",)
     max_candidates: int = 40
     max_decisions: int = 1_000_000
-    discount_per_s: float = 0.9
+    discount_per_s: float = 1.0
     lateness_price: float = 0.05
     shaping: float = 1.0
 
@@ -132,7 +138,7 @@ class SchedulingEnv(gymnasium.Env[dict[str, np.ndarray], int]):
         for request_id in self.cluster.ended_requests:
             outcome = self.cluster.outcomes.outcome(request_id)
             worth = value_of(outcome, options.drain_s, options.limit_multiplier, settings.lateness_price)
-            total += settings.discount_per_s ** max(0.0, outcome.finish_s - from_s) * worth
+            total += settings.discount_per_s ** max(0.0, outcome.finish_s - from_s) * (worth - _weight(outcome))
         self.cluster.ended_requests.clear()
         if self.point is None:
             total += settings.discount_per_s ** (self.cluster.env.now - from_s) * self._pay_unfinished()
@@ -144,7 +150,8 @@ class SchedulingEnv(gymnasium.Env[dict[str, np.ndarray], int]):
         outcomes, options = self.cluster.outcomes, self.cluster.options
         unfinished = np.flatnonzero(outcomes.kind == OutcomeKind.UNFINISHED)
         price = self.settings.lateness_price
-        return sum(value_of(outcomes.outcome(int(i)), options.drain_s, options.limit_multiplier, price) for i in unfinished)
+        rows = [outcomes.outcome(int(i)) for i in unfinished]
+        return sum(value_of(row, options.drain_s, options.limit_multiplier, price) - _weight(row) for row in rows)
 
     def _observe(self) -> dict[str, np.ndarray]:
         rows = self.settings.max_candidates
@@ -166,6 +173,11 @@ class SchedulingEnv(gymnasium.Env[dict[str, np.ndarray], int]):
         """Outcomes of the present world so far."""
         assert self.cluster is not None
         return self.cluster.outcomes.to_outcomes()
+
+
+def _weight(outcome: RequestOutcome) -> float:
+    """What the request would have been worth at best."""
+    return SERVICE_CLASSES[outcome.class_index].weight
 
 
 def _short(share: Mapping[str, Any]) -> dict[str, Any]:

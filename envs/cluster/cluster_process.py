@@ -20,7 +20,7 @@ from envs.cluster.event_log import EventLog
 from envs.cluster.faults import draw_faults
 from envs.cluster.group_set import GroupSet
 from envs.cluster.moves import Moves
-from envs.cluster.outcome_table import REASONS, OutcomeTable
+from envs.cluster.outcome_table import OutcomeTable
 from envs.cluster.telemetry import Telemetry
 from envs.cluster.world import WorldSpec
 from envs.decision import predictor as P
@@ -34,8 +34,8 @@ from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, Request
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
-from envs.group_kernel.advance import advance_all, cut_jump, next_event_s
-from envs.group_kernel.queue import enqueue, enqueue_row, take_out
+from envs.group_kernel.advance import advance_all, cut_jump, join, next_event_s
+from envs.group_kernel.queue import enqueue_row, take_out
 
 TABLE_REFRESH_COMPLETIONS = 64  # the predictor's length table is rebuilt this often
 
@@ -66,7 +66,7 @@ class ClusterProcess:
         self.trace = world.trace
         self.decisions = decisions
         self.log = EventLog(keep_lines)
-        self.env = simpy.Environment()
+        self.env = simpy.Environment(0.0)  # a float from the start, or the kernel would be compiled for integers as well
         seeds = np.random.SeedSequence(world.seed).spawn(4)
         faults_rng, self._interference_rng, breaker_rng, self.moves_rng = (np.random.default_rng(seed) for seed in seeds)
         self.groups = GroupSet(world.cluster, world.options, world.trace.prefix_offsets, world.trace.prefix_ids)
@@ -177,49 +177,31 @@ class ClusterProcess:
     def _book_records(self) -> None:
         count = int(self.state.record_count[0])
         self.state.record_count[0] = 0
-        ints = self.state.record_int[:count]
-        floats = self.state.record_float[:count]
-        order = np.lexsort((ints[:, L.RI_GROUP], floats[:, L.RF_FINISH_S]))
-        ints, floats = ints[order], floats[order]
+        ints, floats = self.outcomes.book(self.state.record_int, self.state.record_float, count)
         self.log.note_records(ints, floats)
-        out, request = self.outcomes, ints[:, L.RI_REQUEST]
-        completed = ints[:, L.RI_KIND] == L.RECORD_COMPLETED
-        out.kind[request] = np.where(completed, OutcomeKind.COMPLETED, OutcomeKind.FAILED)
-        out.reason[request] = np.where(completed, 0, REASONS.index("queue_timeout"))
-        out.group_index[request] = ints[:, L.RI_GROUP]
-        out.admitted_s[request] = floats[:, L.RF_ADMITTED_S]
-        out.first_token_s[request] = floats[:, L.RF_FIRST_S]
-        out.finish_s[request] = floats[:, L.RF_FINISH_S]
-        out.output_tokens[request] = ints[:, L.RI_GENERATED]
-        out.preemptions[request] = ints[:, L.RI_PREEMPTIONS]
-        out.attempts[request] = ints[:, L.RI_ATTEMPTS]
-        out.hit_tokens[request] = ints[:, L.RI_HIT]
-        out.parts[request] = floats[:, L.RF_PARTS :]
-        out.ended += count
-        for i in range(count):
-            self._book_one(ints[i], bool(completed[i]))
+        for row in ints.tolist():
+            self._book_one(row)
         if self._completions >= self._table_due:
             self._table_due = self._completions + TABLE_REFRESH_COMPLETIONS
             self.tables = self._make_tables()
 
-    def _book_one(self, ints: np.ndarray, completed: bool) -> None:
-        group_index, kind, request_id = int(ints[L.RI_GROUP]), int(ints[L.RI_KIND]), int(ints[L.RI_REQUEST])
+    def _book_one(self, ints: list[int]) -> None:
+        group_index, kind, request_id = ints[L.RI_GROUP], ints[L.RI_KIND], ints[L.RI_REQUEST]
         self.ended_requests.append(request_id)
         self._finish_attempt(request_id)
         lease, began_s = self._leases.pop(request_id, None), self._sent_s.pop(request_id, None)
-        if completed:
+        if kind == L.RECORD_COMPLETED:
             self._completions += 1
-            self.lengths.observe(int(ints[L.RI_CLASS]), int(ints[L.RI_GENERATED]))
+            self.lengths.observe(ints[L.RI_CLASS], ints[L.RI_GENERATED])
             self.breakers.breakers[group_index].record(Outcome.OK, began_s=began_s, lease=lease)
         elif kind == L.RECORD_TIMEOUT:
             self.breakers.breakers[group_index].record(Outcome.FAULT, began_s=began_s, lease=lease, reason="queue timeout")
-        else:
-            self.outcomes.kind[request_id] = OutcomeKind.UNSERVABLE
-            self.outcomes.reason[request_id] = REASONS.index("unservable")
 
     def _finish_attempt(self, request_id: int) -> None:
-        self.retries.finish(is_retry=request_id in self._retrying)
-        self._retrying.discard(request_id)
+        is_retry = request_id in self._retrying
+        self.retries.finish(is_retry)
+        if is_retry:
+            self._retrying.discard(request_id)
 
     def end_request(self, request_id: int, kind: OutcomeKind, reason: str, group_index: int = -1, is_attempt: bool = True) -> None:
         """End a request without service, now; `is_attempt` False when its attempt was finished before."""
@@ -233,9 +215,8 @@ class ClusterProcess:
 
     def _arrivals(self) -> Generator[Any, Any, None]:
         trace = self.trace
-        for i in range(len(trace.arrival_s)):
-            gap_s = float(trace.arrival_s[i]) - self.env.now
-            yield self.env.timeout(max(0.0, gap_s))
+        for i, arrival_s in enumerate(trace.arrival_s.tolist()):
+            yield self.env.timeout(max(0.0, arrival_s - self.env.now))
             self._next_arrival = i + 1
             self.retries.start_request()
             self.telemetry.rate_5s.count(self.env.now)
@@ -243,15 +224,14 @@ class ClusterProcess:
             if self._is_unservable(i):
                 self.end_request(i, OutcomeKind.UNSERVABLE, "unservable")
                 continue
-            self._ready.append(Held(self._request(i), float(trace.arrival_s[i]) + self.options.hold_max_s))
+            self._ready.append(Held(self._request(i, arrival_s), arrival_s + self.options.hold_max_s))
         while self.in_system > 0 and self.env.now < self.horizon_s:
             yield self.env.timeout(min(1.0, self.horizon_s - self.env.now) + 1e-9)
             self.settle()
         self._done = True
 
-    def _request(self, i: int) -> Request:
-        trace = self.trace
-        return Request(i, float(trace.arrival_s[i]), int(trace.prompt_tokens[i]), int(trace.class_index[i]))
+    def _request(self, i: int, arrival_s: float) -> Request:
+        return Request(i, arrival_s, int(self.trace.prompt_tokens[i]), int(self.trace.class_index[i]))
 
     def _is_unservable(self, i: int) -> bool:
         """The door: prompt plus allowed output against the context and the largest pool (K10). The scheduler never sees
@@ -260,6 +240,8 @@ class ClusterProcess:
         total = int(self.trace.prompt_tokens[i]) + max(limit, int(self.trace.output_tokens[i]))
         if total > self.groups.limits.context_tokens:
             return True
+        if total <= self._pools[0] and not self.groups.health[0].is_parked:  # most requests: no need to ask all groups
+            return False
         return total > max((pool for pool, h in zip(self._pools, self.groups.health, strict=True) if not h.is_parked), default=0)
 
     def _control(self) -> Generator[Any, Any, None]:
@@ -303,14 +285,18 @@ class ClusterProcess:
 
     def view(self) -> Any:
         """Snapshot of the present (`ClusterSnapshot`); settles first."""
-        self.settle()
+        now_s = self.env.now
+        self.telemetry.advance_and_read(now_s)
+        if self.state.record_count[0]:
+            self._book_records()
         return self.telemetry.snapshot(
-            self.env.now, self.breakers.allows(), self.breakers.states(), len(self._held), self.groups.limits.hold_limit
+            now_s, self.breakers.allows(), self.breakers.states(), len(self._held), self.groups.limits.hold_limit
         )
 
     def _route_point(self, held: Held) -> DecisionPoint:
         view = self.view()
-        R.hit_tokens(self.state, held.request.request_id, self._hits)
+        if self.trace.prefix_ids.size:
+            R.hit_tokens(self.state, held.request.request_id, self._hits)
         probes = self.breakers.due_probes()
         if probes.size:  # a half-open group closes only through traffic that probes it
             view.accepts[probes] |= view.is_up[probes] & ~view.is_draining[probes]
@@ -343,17 +329,17 @@ class ClusterProcess:
             self._leases[request.request_id] = lease
         if held.rows is None:
             key = P.queue_key(request.arrival_s, request.class_index, self.options.head_start_s)
-            slot = enqueue(
+            slot = join(
                 self.state, group_index, now_s, request.request_id, request.class_index, request.prompt_tokens,
                 int(self.trace.output_tokens[request.request_id]), request.arrival_s, key,
                 self._limits[request.class_index, 2],
             )  # fmt: skip
         else:
             slot = enqueue_row(self.state, group_index, now_s, *held.rows, 0)
+            if slot >= 0:
+                cut_jump(self.state, group_index, now_s)
         if slot < 0:
             self._refuse(held, "queue_full")
-        else:
-            cut_jump(self.state, group_index, now_s)
 
     # -- requests that leave a group without having ended
 

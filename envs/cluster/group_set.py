@@ -6,8 +6,6 @@ Holds two sets of coefficients side by side: the world's (residual tables, inter
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from envs.cluster.world import WorldOptions
@@ -22,18 +20,36 @@ from envs.perf_model import step_time as ST
 from envs.perf_model.memory_fit import NO_OVERLAP, Overlap
 from envs.scenario.cluster_spec import ClusterSpec
 
+(PARKED, DRAINING, LOST, DETECTED_DOWN) = range(4)
+HEALTH_FLAGS = 4
 
-@dataclass(slots=True)
+
+def _flag(row: int, meaning: str) -> property:
+    def read(self: GroupHealth) -> bool:
+        return bool(self.flags[row])
+
+    def write(self: GroupHealth, value: bool) -> None:
+        self.flags[row] = value
+
+    return property(read, write, doc=meaning)
+
+
 class GroupHealth:
-    """What is true of one group's hardware now; schedulers see only what was detected of it."""
+    """What is true of one group's hardware now; schedulers see only what was detected of it.
 
-    rank_is_lost: BoolArray
-    is_parked: bool = False
-    is_draining: bool = False
-    is_lost: bool = False
-    detected_down: bool = False
-    slow_compute: FloatArray = field(default_factory=lambda: np.ones(1))
-    slow_memory: FloatArray = field(default_factory=lambda: np.ones(1))
+    flags: this group's column of `GroupSet.flags`, shape (HEALTH_FLAGS,), so that a snapshot reads all groups at once.
+    """
+
+    is_parked = _flag(PARKED, "holds its hardware but serves nobody")
+    is_draining = _flag(DRAINING, "takes no new requests; parked when empty")
+    is_lost = _flag(LOST, "dead in truth, noticed or not")
+    detected_down = _flag(DETECTED_DOWN, "known to be dead")
+
+    def __init__(self, ranks: int, flags: BoolArray) -> None:
+        self.flags = flags
+        self.rank_is_lost = np.zeros(ranks, np.bool_)
+        self.slow_compute = np.ones(ranks)
+        self.slow_memory = np.ones(ranks)
 
 
 class GroupSet:
@@ -49,18 +65,21 @@ class GroupSet:
         self.state = L.allocate(count, self.ranks_max, slots, prefix_offset, prefix_ids)
         self.plans: list[SplitPlan] = []
         self.corners = np.full(count, split_planner.CORNERS.index(options.start_corner), np.int64)
-        self.health = [GroupHealth(np.zeros(len(group.ranks), np.bool_)) for group in self.groups]
+        self.flags = np.zeros((HEALTH_FLAGS, count), np.bool_)
+        self.health = [GroupHealth(len(group.ranks), self.flags[:, g]) for g, group in enumerate(self.groups)]
         self.interference = np.ones(count)
         self._set_limits(cluster)
-        for g, group in enumerate(self.groups):
+        for g in range(count):
             self.health[g].is_parked = cluster.parked[g]
-            self.health[g].slow_compute = np.ones(len(group.ranks))
-            self.health[g].slow_memory = np.ones(len(group.ranks))
             self.state.group_int[g, L.GI_UP] = 0 if cluster.parked[g] else 1
             self.plans.append(self.plan_for(g, options.start_corner))
             self._write_group(g)
             self.write_plan(g, 0, self.plans[g])
             self._fit_memory(g)
+
+    def is_up(self) -> BoolArray:
+        """Groups that serve as far as anybody knows, shape (groups,); a fresh array."""
+        return ~(self.flags[PARKED] | self.flags[DETECTED_DOWN])
 
     def _set_limits(self, cluster: ClusterSpec) -> None:
         ints, floats = self.state.group_int, self.state.group_float

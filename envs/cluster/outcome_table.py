@@ -5,6 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from envs.domain.requests import LATENCY_PARTS, OutcomeKind, RequestOutcome
+from envs.domain.snapshot import FloatArray, IntArray
+from envs.group_kernel import layout as L
+from envs.group_kernel.queue import copy_row
+from envs.perf_model.compiled import kernel
 from envs.traces.trace_table import TraceTable
 
 REASONS = (
@@ -19,6 +23,52 @@ REASONS = (
     "breaker_open",
 )
 
+# columns of the two arrays behind the table
+(OI_KIND, OI_REASON, OI_GROUP, OI_OUTPUT_TOKENS, OI_PREEMPTIONS, OI_ATTEMPTS, OI_HIT_TOKENS) = range(7)
+OUTCOME_INTS = 7
+(OF_ADMITTED_S, OF_FIRST_TOKEN_S, OF_FINISH_S, OF_PARTS) = range(4)  # then one column per latency part
+
+# kernel's record kind -> outcome kind and reason
+_KINDS = np.zeros(3, np.int64)
+_REASONS = np.zeros(3, np.int64)
+_KINDS[[L.RECORD_COMPLETED, L.RECORD_TIMEOUT, L.RECORD_PREEMPTED_OUT]] = OutcomeKind.COMPLETED, OutcomeKind.FAILED, OutcomeKind.UNSERVABLE
+_REASONS[[L.RECORD_TIMEOUT, L.RECORD_PREEMPTED_OUT]] = REASONS.index("queue_timeout"), REASONS.index("unservable")
+
+
+@kernel
+def _book(record_int, record_float, count, order, sorted_int, sorted_float, table_int, table_float):
+    """Sort `count` records by (finish, group) into `sorted_*` and enter them into the table, one row per request."""
+    for i in range(count):  # insertion: a handful at a time, each group's own in order already
+        finish_s = record_float[i, L.RF_FINISH_S]
+        group = record_int[i, L.RI_GROUP]
+        place = i
+        while place > 0:
+            before = order[place - 1]
+            before_s = record_float[before, L.RF_FINISH_S]
+            if before_s < finish_s or (before_s == finish_s and record_int[before, L.RI_GROUP] <= group):
+                break
+            order[place] = before
+            place -= 1
+        order[place] = i
+    for i in range(count):
+        ints = record_int[order[i]]
+        floats = record_float[order[i]]
+        copy_row(ints, sorted_int[i])
+        copy_row(floats, sorted_float[i])
+        row = table_int[ints[L.RI_REQUEST]]
+        row[OI_KIND] = _KINDS[ints[L.RI_KIND]]
+        row[OI_REASON] = _REASONS[ints[L.RI_KIND]]
+        row[OI_GROUP] = ints[L.RI_GROUP]
+        row[OI_OUTPUT_TOKENS] = ints[L.RI_GENERATED]
+        row[OI_PREEMPTIONS] = ints[L.RI_PREEMPTIONS]
+        row[OI_ATTEMPTS] = ints[L.RI_ATTEMPTS]
+        row[OI_HIT_TOKENS] = ints[L.RI_HIT]
+        times = table_float[ints[L.RI_REQUEST]]
+        times[OF_ADMITTED_S] = floats[L.RF_ADMITTED_S]
+        times[OF_FIRST_TOKEN_S] = floats[L.RF_FIRST_S]
+        times[OF_FINISH_S] = floats[L.RF_FINISH_S]
+        copy_row(floats[L.RF_PARTS :], times[OF_PARTS:])
+
 
 class OutcomeTable:
     """One row per request of the trace; a row that was never ended stays UNFINISHED."""
@@ -26,18 +76,26 @@ class OutcomeTable:
     def __init__(self, trace: TraceTable) -> None:
         count = len(trace.arrival_s)
         self.trace = trace
-        self.kind = np.full(count, OutcomeKind.UNFINISHED, np.int8)
-        self.reason = np.full(count, REASONS.index("run_ended"), np.int8)
-        self.group_index = np.full(count, -1, np.int32)
-        self.admitted_s = np.full(count, np.nan)
-        self.first_token_s = np.full(count, np.nan)
-        self.finish_s = np.full(count, np.nan)
-        self.output_tokens = np.zeros(count, np.int32)
-        self.preemptions = np.zeros(count, np.int32)
-        self.attempts = np.zeros(count, np.int32)
-        self.hit_tokens = np.zeros(count, np.int32)
-        self.parts = np.zeros((count, len(LATENCY_PARTS)))
+        self._ints = np.zeros((count, OUTCOME_INTS), np.int64)
+        self._floats = np.full((count, OF_PARTS + len(LATENCY_PARTS)), np.nan)
+        self._sorted = (np.zeros(0, np.int64), np.zeros((0, L.RECORD_INTS), np.int64), np.zeros((0, L.RECORD_FLOATS)))
+        self.kind, self.reason, self.group_index, self.output_tokens, self.preemptions, self.attempts, self.hit_tokens = self._ints.T
+        self.admitted_s, self.first_token_s, self.finish_s = self._floats.T[:OF_PARTS]
+        self.parts = self._floats[:, OF_PARTS:]
+        self.kind[:] = OutcomeKind.UNFINISHED
+        self.reason[:] = REASONS.index("run_ended")
+        self.group_index[:] = -1
+        self.parts[:] = 0.0
         self.ended = 0
+
+    def book(self, record_int: IntArray, record_float: FloatArray, count: int) -> tuple[IntArray, FloatArray]:
+        """Enter the kernel's first `count` records; returns them by finish time, then group (rows valid until the next call)."""
+        if len(self._sorted[0]) < count:
+            rows = len(record_int)
+            self._sorted = (np.zeros(rows, np.int64), np.zeros_like(record_int), np.zeros_like(record_float))
+        _book(record_int, record_float, count, *self._sorted, self._ints, self._floats)
+        self.ended += count
+        return self._sorted[1][:count], self._sorted[2][:count]
 
     def end(self, request_id: int, kind: OutcomeKind, reason: str, now_s: float, group_index: int = -1) -> None:
         """End a request that did not complete."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from envs.decision import predictor as P
 from envs.domain.commands import Command, CommandKind
@@ -26,11 +26,27 @@ def route_commands(groups: int) -> tuple[Command, ...]:
     return (*routes, Command(CommandKind.HOLD), Command(CommandKind.REFUSE, reason="scheduler"))
 
 
-@lru_cache(maxsize=256)
-def _kind_rows(commands: tuple[Command, ...]) -> npt.NDArray[np.float64]:
-    rows = np.zeros((len(commands), len(CommandKind)))
-    rows[np.arange(len(commands)), [command.kind for command in commands]] = 1.0
-    return rows
+class CandidateColumns(NamedTuple):
+    """Candidates as the observation shows them, each of shape (candidates,): kind, group it concerns (-1: none), corner of
+    the split it would set (-1: none)."""
+
+    kind: IntArray
+    group: IntArray
+    corner: IntArray
+
+
+def candidate_columns(commands: Sequence[Command]) -> CandidateColumns:
+    """Columns of `commands`, in their order."""
+    return CandidateColumns(
+        np.array([int(command.kind) for command in commands], np.int64),
+        np.array([command.group_index for command in commands], np.int64),
+        np.array([command.argument if command.kind is CommandKind.SET_SPLIT else -1 for command in commands], np.int64),
+    )
+
+
+@lru_cache(maxsize=64)
+def _route_columns(groups: int) -> CandidateColumns:
+    return candidate_columns(route_commands(groups))
 
 
 def route_mask(accepts: BoolArray, hold_queue: int, hold_limit: int, may_hold: bool) -> BoolArray:
@@ -65,7 +81,7 @@ class DecisionPoint:
         """Predictor's table (groups, ESTIMATES); for decisions without a request, of a short chat request."""
         request = self.request or Request(-1, self.view.now_s, 128, 0)
         hits = self.hits if self.hits is not None else np.zeros(self.view.groups, np.int64)
-        return P.estimate_routes(self.view, request, hits, self.tables)
+        return P.estimate_routes(self.view, request, hits, self.tables, self.packed)
 
     @cached_property
     def packed(self) -> tuple[IntArray, FloatArray]:
@@ -73,8 +89,14 @@ class DecisionPoint:
 
     @cached_property
     def potential(self) -> float:
-        """Phi of reward shaping: soft utility of everyone already inside."""
-        return float(self.estimates[:, P.E_UTILITY].sum())
+        """Phi of reward shaping: what everybody inside is expected to lose, soft utility less full weight; at most 0.
+
+        Counted from full weight so that it stays near 0 while all goes well: a large Phi times a random discount^dt would
+        bury the effect of the one decision in noise.
+        """
+        weights = np.array([service.weight for service in SERVICE_CLASSES])
+        everybody = float(weights[self.view.residents.ints[:, 1]].sum())
+        return float(self.estimates[:, P.E_UTILITY].sum()) - everybody
 
     @property
     def allowed_groups(self) -> BoolArray:
@@ -82,16 +104,9 @@ class DecisionPoint:
         return self.mask[: self.view.groups]
 
     @property
-    def kind_rows(self) -> npt.NDArray[np.float64]:
-        return _kind_rows(self.commands)
-
-    @property
-    def source_groups(self) -> IntArray:
-        return np.array([command.group_index for command in self.commands], np.int64)
-
-    @property
-    def corners(self) -> IntArray:
-        return np.array([command.argument if command.kind is CommandKind.SET_SPLIT else -1 for command in self.commands], np.int64)
+    def columns(self) -> CandidateColumns:
+        """The candidates as arrays; those of a route decision depend on the number of groups alone."""
+        return _route_columns(self.view.groups) if self.decision == "route" else candidate_columns(self.commands)
 
     @property
     def tightest_tpot_s(self) -> float:

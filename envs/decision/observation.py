@@ -11,12 +11,13 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from envs.decision import predictor as P
 from envs.decision.actions import CORNER_COUNT, DecisionPoint
+from envs.decision.circuit_breaker import State
 from envs.domain.commands import CommandKind
 from envs.domain.requests import SERVICE_CLASSES
+from envs.perf_model.compiled import kernel
 
 OBSERVATION_VERSION = 1
 BOUND = 10.0
@@ -78,9 +79,15 @@ CONTEXT: tuple[str, ...] = (
     "best_net_utility",
     "up_fraction",
 )
-_GROUP_AT = len(CommandKind) + CORNER_COUNT
+_BREAKER_EJECTED = int(State.OPEN)  # what version 1 shows under the name breaker_half_open
+_DECISIONS = ("route", "split", "rebalance")
+_CLASS_AT = len(_DECISIONS)
+_REQUEST_AT = _CLASS_AT + len(SERVICE_CLASSES)
+_CORNER_AT = len(CommandKind)
+_GROUP_AT = _CORNER_AT + CORNER_COUNT
 _ROUTE_AT = _GROUP_AT + len(GROUP_FEATURES)
 _MOVE_AT = _ROUTE_AT + len(ROUTE_FEATURES)
+_NO_MOVES = np.zeros((0, len(MOVE_FEATURES)))
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -91,14 +98,27 @@ def schema_hash() -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@njit(cache=True)
+@kernel
 def _log(value, floor):
     return math.log(max(value, floor))
 
 
-@njit(cache=True)
-def _group_rows(ints, floats, flags, estimates, tightest_s, out):
-    """Group features of every group; `flags` (G, 6): capability, breaker half open, report age, deviation, up, draining."""
+@kernel
+def _deviation(busy):
+    """1 - mean / max of the ranks' busy shares, over the ranks that have any."""
+    total = busiest = 0.0
+    ranks = 0
+    for share in busy:
+        total += share
+        busiest = max(busiest, share)
+        if share > 0:
+            ranks += 1
+    return 1.0 - total / max(1, ranks) / max(busiest, 1e-9)
+
+
+@kernel
+def _group_rows(ints, floats, capability, breaker_state, report_age_s, rank_busy, is_up, is_draining, estimates, tightest_s, out):
+    """Group features of every group into `out` (G, GROUP_FEATURES)."""
     for g in range(ints.shape[0]):
         row = out[g]
         everyone = ints[g, 0] + ints[g, 1]
@@ -108,20 +128,21 @@ def _group_rows(ints, floats, flags, estimates, tightest_s, out):
         row[3] = math.log1p(estimates[g, P.E_BACKLOG_S])
         row[4] = _log(estimates[g, P.E_STEP_AFTER_S] / tightest_s, 1e-4)
         row[5] = _log(floats[g, 2], 1e-3)
-        row[6] = _log(flags[g, 0], 1e-3)
-        row[7] = flags[g, 1]
-        row[8] = flags[g, 2]
+        row[6] = _log(capability[g], 1e-3)
+        row[7] = 1.0 if breaker_state[g] == _BREAKER_EJECTED else 0.0
+        row[8] = report_age_s[g]
         row[9] = math.log1p(floats[g, 3])
-        row[10] = flags[g, 3]
-        row[11] = flags[g, 4]
-        row[12] = flags[g, 5]
+        row[10] = _deviation(rank_busy[g])
+        row[11] = is_up[g]
+        row[12] = is_draining[g]
         row[13] = math.log1p(estimates[g, P.E_WORK_LEFT_S])
         row[14] = estimates[g, P.E_UTILITY] / max(1, everyone)
 
 
-@njit(cache=True)
+@kernel
 def _route_rows(estimates, hits, prompt, allowed, out):
-    """Route features of every group; comparisons are with the best allowed group. Returns the best net utility."""
+    """Route features of every group, after its group features in `out`; comparisons are with the best allowed group.
+    Returns the best net utility."""
     best_ttft = best_completion = math.inf
     best_net = -math.inf
     best_index = -1
@@ -133,7 +154,7 @@ def _route_rows(estimates, hits, prompt, allowed, out):
                 best_index = g
             best_net = max(best_net, estimates[g, P.E_OWN] + estimates[g, P.E_HARM])
     for g in range(estimates.shape[0]):
-        row = out[g]
+        row = out[g, len(GROUP_FEATURES) :]
         net = estimates[g, P.E_OWN] + estimates[g, P.E_HARM]
         row[0] = _log(estimates[g, P.E_TTFT_RATIO], 1e-4)
         row[1] = _log(estimates[g, P.E_TPOT_RATIO], 1e-4)
@@ -151,18 +172,52 @@ def _route_rows(estimates, hits, prompt, allowed, out):
     return best_net if best_index >= 0 else 0.0
 
 
-def _group_flags(point: DecisionPoint) -> npt.NDArray[np.float64]:
-    view = point.view
-    flags = np.empty((view.groups, 6))
-    flags[:, 0] = view.capability
-    flags[:, 1] = view.breaker_state == 1
-    flags[:, 2] = view.report_age_s
-    busiest = view.rank_busy_fraction.max(axis=1)
-    ranks = np.maximum(1, (view.rank_busy_fraction > 0).sum(axis=1))
-    flags[:, 3] = 1.0 - view.rank_busy_fraction.sum(axis=1) / ranks / np.maximum(busiest, 1e-9)
-    flags[:, 4] = view.is_up
-    flags[:, 5] = view.is_draining
-    return flags
+@kernel
+def _clipped(value):
+    return min(BOUND, max(-BOUND, value))
+
+
+@kernel
+def _fill_candidates(both, kind, group, corner, moves, is_route, out):
+    """One row per candidate into `out` (candidates or more, FEATURES), zero so far. `both`: feature rows by group."""
+    for i in range(kind.shape[0]):
+        row = out[i]
+        row[kind[i]] = 1.0
+        if is_route:
+            if i < both.shape[0]:  # hold and refuse concern no group
+                for k in range(both.shape[1]):
+                    row[_GROUP_AT + k] = _clipped(both[i, k])
+            continue
+        if group[i] >= 0:
+            for k in range(_ROUTE_AT - _GROUP_AT):
+                row[_GROUP_AT + k] = _clipped(both[group[i], k])
+        if corner[i] >= 0:
+            row[_CORNER_AT + corner[i]] = 1.0
+        for k in range(moves.shape[1]):
+            row[_MOVE_AT + k] = _clipped(moves[i, k])
+
+
+@kernel
+def _fill_context(values, both, is_up, hold_fraction, best_net, out):
+    """The context row. values: the entries from `log_prompt_tokens` to `log_rate_60s`; the one-hot entries before them are
+    the caller's."""
+    groups = both.shape[0]
+    up = 0
+    running = free = 0.0
+    for g in range(groups):
+        if is_up[g]:
+            up += 1
+            running += both[g, 0]
+            free += both[g, 2]
+    for k in range(len(values)):
+        out[_REQUEST_AT + k] = _clipped(values[k])
+    at = _REQUEST_AT + len(values)
+    out[at] = _clipped(hold_fraction)
+    out[at + 1] = _clipped(math.log(max(1, groups)))
+    out[at + 2] = _clipped(running / max(1, up))
+    out[at + 3] = _clipped(free / max(1, up))
+    out[at + 4] = _clipped(best_net)
+    out[at + 5] = _clipped(max(1, up) / max(1, groups))
 
 
 def _feature_rows(point: DecisionPoint) -> tuple[npt.NDArray[np.float64], float]:
@@ -170,12 +225,13 @@ def _feature_rows(point: DecisionPoint) -> tuple[npt.NDArray[np.float64], float]
     view = point.view
     ints, floats = point.packed
     both = np.zeros((view.groups, len(GROUP_FEATURES) + len(ROUTE_FEATURES)))
-    _group_rows(ints, floats, _group_flags(point), point.estimates, point.tightest_tpot_s, both[:, : len(GROUP_FEATURES)])
+    _group_rows(
+        ints, floats, view.capability, view.breaker_state, view.report_age_s, view.rank_busy_fraction, view.is_up, view.is_draining,
+        point.estimates, point.tightest_tpot_s, both,
+    )  # fmt: skip
     best_net = 0.0
     if point.request is not None:
-        allowed = point.mask[: view.groups]
-        prompt = point.request.prompt_tokens
-        best_net = _route_rows(point.estimates, point.hits, prompt, allowed, both[:, len(GROUP_FEATURES) :])
+        best_net = _route_rows(point.estimates, point.hits, point.request.prompt_tokens, point.allowed_groups, both)
     return both, best_net
 
 
@@ -194,42 +250,19 @@ def encode(point: DecisionPoint, rows: int) -> tuple[Float32Array, Float32Array]
     count = len(point.commands)
     if count > rows:
         raise ValueError(f"{count} candidates, but the policy takes at most {rows}; raise max_candidates and train again")
-    view = point.view
-    out = np.zeros((rows, len(FEATURES)))
-    out[:count, : len(CommandKind)] = point.kind_rows
+    view, request = point.view, point.request
     both, best_net = _feature_rows(point)
-    group_rows = both[:, : len(GROUP_FEATURES)]
-    if point.request is not None:
-        out[: view.groups, _GROUP_AT:_MOVE_AT] = both
-    else:
-        source = point.source_groups
-        has_group = source >= 0
-        out[:count][has_group, _GROUP_AT:_ROUTE_AT] = group_rows[source[has_group]]
-        corners = point.corners
-        is_split = corners >= 0
-        out[np.flatnonzero(is_split), len(CommandKind) + corners[is_split]] = 1.0
-        out[:count, _MOVE_AT:] = point.moves
-    context = np.empty(len(CONTEXT))
-    context[:3] = [point.decision == "route", point.decision == "split", point.decision == "rebalance"]
-    context[3 : 3 + len(SERVICE_CLASSES)] = 0.0
-    tail = 3 + len(SERVICE_CLASSES)
-    if point.request is not None:
-        context[3 + point.request.class_index] = 1.0
-        context[tail] = math.log1p(point.request.prompt_tokens)
-        context[tail + 1] = math.log1p(point.tables.remaining_tokens[point.request.class_index, 0])
-        context[tail + 2] = math.log1p(max(0.0, view.now_s - point.request.arrival_s))
-        context[tail + 3] = point.request.attempts
-    else:
-        context[tail : tail + 4] = 0.0
-    up = max(1, int(view.is_up.sum()))
-    context[tail + 4] = math.log1p(view.arrival_rate_5s)
-    context[tail + 5] = math.log1p(view.arrival_rate_60s)
-    context[tail + 6] = view.hold_queue / max(1, view.hold_queue_limit)
-    context[tail + 7] = math.log(max(1, view.groups))
-    context[tail + 8] = float(group_rows[:, 0] @ view.is_up) / up
-    context[tail + 9] = float(group_rows[:, 2] @ view.is_up) / up
-    context[tail + 10] = best_net
-    context[tail + 11] = up / max(1, view.groups)
-    np.clip(out, -BOUND, BOUND, out=out)
-    np.clip(context, -BOUND, BOUND, out=context)
-    return out.astype(np.float32), context.astype(np.float32)
+    candidates = np.zeros((rows, len(FEATURES)), np.float32)
+    moves = _NO_MOVES if request is not None else point.moves
+    _fill_candidates(both, *point.columns, moves, request is not None, candidates)
+    context = np.zeros(len(CONTEXT), np.float32)
+    context[_DECISIONS.index(point.decision)] = 1.0
+    of_request = (0.0, 0.0, 0.0, 0.0)
+    if request is not None:
+        context[_CLASS_AT + request.class_index] = 1.0
+        expected = point.tables.remaining_tokens[request.class_index, 0]
+        waited_s = max(0.0, view.now_s - request.arrival_s)
+        of_request = (math.log1p(request.prompt_tokens), math.log1p(expected), math.log1p(waited_s), float(request.attempts))
+    values = (*of_request, math.log1p(view.arrival_rate_5s), math.log1p(view.arrival_rate_60s))
+    _fill_context(values, both, view.is_up, view.hold_queue / max(1, view.hold_queue_limit), best_net, context)
+    return candidates, context

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
-from numba import njit
 
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import ClusterSnapshot, FloatArray, IntArray
+from envs.perf_model.compiled import ZERO, kernel
 from envs.perf_model.step_time import step_parts
 
 # Columns of the estimate table (G, ESTIMATES).
@@ -57,8 +58,9 @@ class PredictorTables:
     head_start_s: float = 2.0
 
 
+@lru_cache(maxsize=64)
 def class_limits(multiplier: float = 1.0) -> FloatArray:
-    """Rows (ttft_base_s, ttft_per_token_s, tpot_s, weight, priority) per class."""
+    """Rows (ttft_base_s, ttft_per_token_s, tpot_s, weight, priority) per class; one array for all callers, to be read only."""
     return np.array(
         [
             (
@@ -73,7 +75,7 @@ def class_limits(multiplier: float = 1.0) -> FloatArray:
     )
 
 
-@njit(cache=True)
+@kernel
 def _soft_met(value, limit):
     """Probability-like score that `value` stays under `limit`: logistic in the relative slack, minus a linear lateness charge."""
     slack = (limit - value) / (SOFTNESS * limit)
@@ -85,7 +87,7 @@ def _soft_met(value, limit):
     return 1.0 / (1.0 + math.exp(-slack)) - LATENESS_PRICE * late
 
 
-@njit(cache=True)
+@kernel
 def _join(ttft_score, tpot_score):
     """Both limits must hold; a negative (late) score is kept as a charge."""
     if ttft_score > 0.0 and tpot_score > 0.0:
@@ -93,50 +95,63 @@ def _join(ttft_score, tpot_score):
     return min(ttft_score, tpot_score)
 
 
-@njit(cache=True)
+@kernel
 def _step_s(g, plan, tokens, pairs, kv, sequences, rank_cost, group_cost, residual, slow):
     if plan == 0:
-        parts = step_parts(g, rank_cost, group_cost, residual, slow, tokens, 0, pairs, 0.0, kv, 0, 0, 0, sequences)
+        parts = step_parts(g, rank_cost, group_cost, residual, slow, tokens, ZERO, pairs, 0.0, kv, ZERO, ZERO, ZERO, sequences)
     else:
-        parts = step_parts(g, rank_cost, group_cost, residual, slow, 0, tokens, 0.0, pairs, 0, kv, 0, 0, sequences)
+        parts = step_parts(g, rank_cost, group_cost, residual, slow, ZERO, tokens, 0.0, pairs, ZERO, kv, ZERO, ZERO, sequences)
     return parts[0] + parts[1] + parts[2] + parts[3]
 
 
-@njit(cache=True)
+@kernel
 def _remaining(table, class_index, generated):
     place = int(3.0 * math.log2(1.0 + generated))
     return table[class_index, min(table.shape[1] - 1, place)]
 
 
-@njit(cache=True)
-def _resident_utility(now_s, first, last, ints, floats, limits, table, step_s, extra_prefill_s, extra_key, start_s, rate):
-    """Summed soft utility of residents first..last - 1 when a decode step takes `step_s` and a newcomer with queue key
-    `extra_key` adds `extra_prefill_s` of prefill; start_s: when the backlog starts; rate: prefill tokens per s."""
-    total = 0.0
+@kernel
+def _resident_utility(now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_s, extra_s, wait_s, redo_s):
+    """Soft utility of one resident when a decode step takes `step_s` and a newcomer's prefill delays its tokens by `extra_s`.
+
+    wait_s: until its first token, if that is still to come; redo_s: until it has recomputed what it lost.
+    """
+    if generated > 0 and not math.isnan(made_s):
+        ttft_ok = 1.0 if made_s - arrival_s <= limit[0] + limit[1] * prompt else 0.0
+        further = generated - 1.0 + remaining
+        spent_s = now_s - made_s + remaining * step_s + extra_s
+        spent_s += redo_s
+        return limit[3] * ttft_ok * _soft_met(spent_s / max(1.0, further), limit[2])
+    ttft = _soft_met(now_s - arrival_s + wait_s, limit[0] + limit[1] * prompt)
+    return limit[3] * _join(ttft, _soft_met(step_s, limit[2]))
+
+
+@kernel
+def _residents(now_s, first, last, ints, floats, limits, table, step_s, step_after_s, own_s, key, start_s, rate):
+    """One pass over residents first..last - 1: their summed soft utility without and with a newcomer of queue key `key` that
+    computes `own_s`, and the sum of their expected remaining tokens. start_s: when the backlog starts; rate: tokens per s."""
+    before = after = left = 0.0
     ahead_s = start_s
     for i in range(first, last):
-        class_index = ints[i, 1]
+        class_index, prompt, generated = ints[i, 1], ints[i, 2], ints[i, 3]
+        arrival_s, made_s = floats[i, 0], floats[i, 1]
         limit = limits[class_index]
-        generated = ints[i, 3]
-        remaining = max(1.0, _remaining(table, class_index, generated))
-        made_s = floats[i, 1]
+        expected = _remaining(table, class_index, generated)
+        left += expected
+        remaining = max(1.0, expected)
         ahead_s += ints[i, 4] / rate
-        is_ahead = ints[i, 5] == 1 or floats[i, 2] <= extra_key
-        if generated > 0 and not math.isnan(made_s):
-            ttft_ok = 1.0 if made_s - floats[i, 0] <= limit[0] + limit[1] * ints[i, 2] else 0.0
-            further = generated - 1.0 + remaining
-            spent_s = now_s - made_s + remaining * step_s + extra_prefill_s
-            if ints[i, 4] > 0:
-                spent_s += ahead_s  # it must recompute first
-            total += limit[3] * ttft_ok * _soft_met(spent_s / max(1.0, further), limit[2])
-        else:
-            wait_s = ahead_s + (0.0 if is_ahead else extra_prefill_s)
-            ttft = _soft_met(now_s - floats[i, 0] + wait_s, limit[0] + limit[1] * ints[i, 2])
-            total += limit[3] * _join(ttft, _soft_met(step_s, limit[2]))
-    return total
+        behind_s = 0.0 if ints[i, 5] == 1 or floats[i, 2] <= key else own_s
+        redo_s = ahead_s if ints[i, 4] > 0 else 0.0  # it must recompute first
+        before += _resident_utility(
+            now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_s, 0.0, ahead_s, redo_s
+        )
+        after += _resident_utility(
+            now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_after_s, own_s, ahead_s + behind_s, redo_s
+        )
+    return before, after, left
 
 
-@njit(cache=True)
+@kernel
 def _estimate(
     now_s,
     arrival_s,
@@ -186,13 +201,13 @@ def _estimate(
         # KV or batch shortage: room comes back as residents finish, one mean context at a time
         need = prompt + 0.5 * expected + (backlog if waiting > 0 else 0)
         shortage = max(0.0, need - group_ints[g, 2] * block_tokens)
-        mean_left = 0.0
-        for i in range(offset[g], offset[g + 1]):
-            mean_left += _remaining(table, resident_ints[i, 1], resident_ints[i, 3])
+        before, after, left = _residents(
+            now_s, offset[g], offset[g + 1], resident_ints, resident_floats, limits, table, step_s, step_after_s, own_s, key, start_s, rate
+        )
         kv_wait_s = 0.0
         work_s = backlog_s
         if everyone > 0:
-            mean_left /= everyone
+            mean_left = left / everyone
             mean_context = max(1.0, (kv + backlog) / everyone)
             leave_s = mean_left * step_s / everyone  # one leaves about every so often
             kv_wait_s = shortage / mean_context * leave_s
@@ -207,23 +222,6 @@ def _estimate(
         out[g, 2] = ttft_s + expected * tpot_s
         ttft_limit_s = limit[0] + limit[1] * prompt
         out[g, 3] = limit[3] * _join(_soft_met(ttft_s, ttft_limit_s), _soft_met(tpot_s, limit[2]))
-        before = _resident_utility(
-            now_s, offset[g], offset[g + 1], resident_ints, resident_floats, limits, table, step_s, 0.0, key, start_s, rate
-        )
-        after = _resident_utility(
-            now_s,
-            offset[g],
-            offset[g + 1],
-            resident_ints,
-            resident_floats,
-            limits,
-            table,
-            step_after_s,
-            own_s,
-            key,
-            start_s,
-            rate,
-        )
         out[g, 4] = after - before
         out[g, 5] = before
         out[g, 6] = step_s
@@ -236,24 +234,38 @@ def _estimate(
         out[g, 13] = tpot_s / limit[2]
 
 
+@kernel
+def _pack(
+    running, waiting, free, total, backlog, kv, decoding, queue_limit, running_limit,
+    left_s, wait_s, correction, pause_s, step_s,
+    ints, floats,
+):  # fmt: skip
+    for g in range(ints.shape[0]):
+        ints[g, 0] = running[g]
+        ints[g, 1] = waiting[g]
+        ints[g, 2] = free[g]
+        ints[g, 3] = total[g]
+        ints[g, 4] = backlog[g]
+        ints[g, 5] = kv[g]
+        ints[g, 6] = decoding[g]
+        ints[g, 7] = queue_limit[g]
+        ints[g, 8] = running_limit[g]
+        floats[g, 0] = left_s[g]
+        floats[g, 1] = wait_s[g]
+        floats[g, 2] = correction[g]
+        floats[g, 3] = pause_s[g]
+        floats[g, 4] = step_s[g]
+
+
 def pack_groups(view: ClusterSnapshot) -> tuple[IntArray, FloatArray]:
-    """The snapshot's group columns in the order that the compiled pass reads."""
+    """The snapshot's group columns side by side, (groups, 9) and (groups, 5), in the order that the compiled passes read."""
     ints = np.empty((view.groups, 9), np.int64)
-    ints[:, 0] = view.running
-    ints[:, 1] = view.waiting
-    ints[:, 2] = view.kv_blocks_free
-    ints[:, 3] = view.kv_blocks_total
-    ints[:, 4] = view.prefill_backlog_tokens
-    ints[:, 5] = view.decode_kv_tokens
-    ints[:, 6] = view.decoding
-    ints[:, 7] = view.queue_limit
-    ints[:, 8] = view.running_limit
     floats = np.empty((view.groups, 5))
-    floats[:, 0] = view.step_left_s
-    floats[:, 1] = view.oldest_wait_s
-    floats[:, 2] = view.correction
-    floats[:, 3] = view.pause_left_s
-    floats[:, 4] = view.step_s
+    _pack(
+        view.running, view.waiting, view.kv_blocks_free, view.kv_blocks_total, view.prefill_backlog_tokens, view.decode_kv_tokens,
+        view.decoding, view.queue_limit, view.running_limit, view.step_left_s, view.oldest_wait_s, view.correction,
+        view.pause_left_s, view.step_s, ints, floats,
+    )  # fmt: skip
     return ints, floats
 
 
@@ -262,14 +274,20 @@ def queue_key(arrival_s: float, class_index: int, head_start_s: float) -> float:
     return arrival_s - SERVICE_CLASSES[class_index].priority * head_start_s
 
 
-def estimate_routes(view: ClusterSnapshot, request: Request, hits: IntArray, tables: PredictorTables) -> FloatArray:
+def estimate_routes(
+    view: ClusterSnapshot,
+    request: Request,
+    hits: IntArray,
+    tables: PredictorTables,
+    packed: tuple[IntArray, FloatArray] | None = None,
+) -> FloatArray:
     """Estimates for `request` in every group, shape (groups, ESTIMATES), columns `E_*`; seconds, utilities, ratios.
 
-    hits: prompt tokens each group's prefix cache holds, shape (groups,). Groups that are down get estimates too:
-    the mask, not the predictor, keeps requests away from them.
+    hits: prompt tokens each group's prefix cache holds, shape (groups,). packed: `pack_groups(view)` if at hand. Groups
+    that are down get estimates too: the mask, not the predictor, keeps requests away from them.
     """
     out = np.empty((view.groups, ESTIMATES))
-    ints, floats = pack_groups(view)
+    ints, floats = pack_groups(view) if packed is None else packed
     residents = view.residents
     _estimate(
         view.now_s,

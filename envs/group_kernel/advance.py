@@ -11,17 +11,18 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from envs.group_kernel import kv_pool, prefix_cache
 from envs.group_kernel import layout as L
 from envs.group_kernel import queue as Q
+from envs.perf_model.compiled import ONE, ZERO, kernel
 from envs.perf_model.step_time import step_parts
 
+STEPS_MAX = np.int64(1 << 30)
 FORGET_S = 20.0  # observed and predicted step times are forgotten with this time constant
 
 
-@njit(cache=True)
+@kernel
 def jump_duration_s(group, steps):
     """Seconds of the first `steps` steps of the planned jump."""
     slope = group[L.GF_J_MEMORY_SLOPE] + group[L.GF_J_COMM_SLOPE]
@@ -29,14 +30,14 @@ def jump_duration_s(group, steps):
     return steps * first + slope * (0.5 * steps * (steps - 1.0))
 
 
-@njit(cache=True)
+@kernel
 def steps_done_by(group, time_s, most):
     """Whole steps of the planned jump that have ended at `time_s`; at most `most`."""
     span = time_s - group[L.GF_JUMP_START_S]
     if span <= 0.0:
         return 0
     slope = group[L.GF_J_MEMORY_SLOPE] + group[L.GF_J_COMM_SLOPE]
-    first = jump_duration_s(group, 1)
+    first = jump_duration_s(group, ONE)
     if first <= 0.0:
         return most
     if slope * most < 1e-9 * first:
@@ -52,7 +53,7 @@ def steps_done_by(group, time_s, most):
     return steps
 
 
-@njit(cache=True)
+@kernel
 def cut_jump(state, g, now_s):
     """Let the planned jump end at the first step boundary at or after `now_s`."""
     ints = state.group_int[g]
@@ -67,7 +68,7 @@ def cut_jump(state, g, now_s):
         group[L.GF_JUMP_END_S] = group[L.GF_JUMP_START_S] + jump_duration_s(group, steps)
 
 
-@njit(cache=True)
+@kernel
 def _finish(state, g, slot, now_s):
     Q.stop_running(state, g, slot)
     return_s = state.group_float[g, L.GF_RETURN_S]
@@ -76,13 +77,13 @@ def _finish(state, g, slot, now_s):
     Q.give_slot(state, g, slot)
 
 
-@njit(cache=True)
+@kernel
 def _blocks_wanted(row, tokens, block_tokens, entry_blocks):
     """Private blocks that a slot needs for `tokens` tokens, beyond those it shares with the cache and has."""
     return -(-tokens // block_tokens) - row[L.SI_CACHE_REFS] * entry_blocks - row[L.SI_BLOCKS]
 
 
-@njit(cache=True)
+@kernel
 def _share_prefix(state, g, slot):
     """Hand the freshly computed full prefix blocks to the cache; duplicates made meanwhile are freed."""
     ints = state.slot_int[g, slot]
@@ -106,7 +107,7 @@ def _share_prefix(state, g, slot):
         ints[L.SI_CACHE_REFS] += 1
 
 
-@njit(cache=True)
+@kernel
 def _prefill_done(state, g, slot, now_s):
     Q.settle_parts(state, g, slot)
     ints = state.slot_int[g, slot]
@@ -118,7 +119,7 @@ def _prefill_done(state, g, slot, now_s):
     _share_prefix(state, g, slot)
 
 
-@njit(cache=True)
+@kernel
 def commit_jump(state, g):
     """Make the planned jump real: clock, cumulated times, tokens, KV, completions."""
     ints = state.group_int[g]
@@ -161,7 +162,7 @@ def commit_jump(state, g):
             place += 1
 
 
-@njit(cache=True)
+@kernel
 def _time_step(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, decode1, sequences):
     return step_parts(
         g,
@@ -181,7 +182,7 @@ def _time_step(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, de
     )
 
 
-@njit(cache=True)
+@kernel
 def _count_decoding(state, g):
     """(sequences, KV tokens) of decoding slots by plan, and the tightest TPOT limit among them."""
     decode0 = decode1 = kv0 = kv1 = 0
@@ -204,7 +205,7 @@ def _count_decoding(state, g):
     return decode0, decode1, kv0, kv1, limit_s
 
 
-@njit(cache=True)
+@kernel
 def _chunk_budget(state, g, decode0, decode1, kv0, kv1, limit_s):
     """Prefill tokens this step may carry: as many as keep the decoding sequences inside their tightest TPOT limit."""
     budget = state.group_int[g, L.GI_CHUNK_MAX]
@@ -237,7 +238,7 @@ def _chunk_budget(state, g, decode0, decode1, kv0, kv1, limit_s):
     return max(budget, least)
 
 
-@njit(cache=True)
+@kernel
 def _give_up(state, g, slot, kind, now_s):
     """End a waiting request that will not be served here."""
     Q.remove_from(state.waiting[g], state.group_int[g, L.GI_WAITING], slot)
@@ -248,7 +249,7 @@ def _give_up(state, g, slot, kind, now_s):
     Q.give_slot(state, g, slot)
 
 
-@njit(cache=True)
+@kernel
 def _batch_has_room(state, g, slot, decode0, decode1, kv0, kv1, limit_s):
     """May one more sequence join without pushing the decode step over the tightest TPOT limit?"""
     running = state.group_int[g, L.GI_RUNNING]
@@ -268,14 +269,14 @@ def _batch_has_room(state, g, slot, decode0, decode1, kv0, kv1, limit_s):
         0.0,
         kv0 + (tokens if plan == 0 else 0),
         kv1 + (0 if plan == 0 else tokens),
-        0,
-        0,
+        ZERO,
+        ZERO,
         running + 1,
     )
     return parts[0] + parts[1] + parts[2] + parts[3] <= limit_s * state.group_float[g, L.GF_TPOT_MARGIN]
 
 
-@njit(cache=True)
+@kernel
 def _admit(state, g, slot, now_s):
     """Move the head of the queue onto the device: cache hit, KV blocks, stamps. False when KV has no room."""
     ints = state.slot_int[g, slot]
@@ -319,7 +320,7 @@ def _admit(state, g, slot, now_s):
     return True
 
 
-@njit(cache=True)
+@kernel
 def _assign_chunks(state, g, budget):
     """Give the step's prefill budget to admitted slots in admission order; returns what is left."""
     for place in range(state.group_int[g, L.GI_RUNNING]):
@@ -331,7 +332,7 @@ def _assign_chunks(state, g, budget):
     return budget
 
 
-@njit(cache=True)
+@kernel
 def _admit_waiting(state, g, budget, decode0, decode1, kv0, kv1, limit_s):
     """Admit from the queue while budget, batch and KV allow; returns the budget left."""
     ints = state.group_int[g]
@@ -357,7 +358,7 @@ def _admit_waiting(state, g, budget, decode0, decode1, kv0, kv1, limit_s):
     return budget
 
 
-@njit(cache=True)
+@kernel
 def _blocks_to_grow(state, g, steps):
     """Blocks that decoding `steps` more steps would take, by plan slot."""
     grow0 = grow1 = 0
@@ -378,16 +379,16 @@ def _blocks_to_grow(state, g, steps):
     return grow0, grow1
 
 
-@njit(cache=True)
+@kernel
 def _kv_allows(state, g, steps):
     """Can every decoding sequence take `steps` more steps? Growth of both plans is charged at the tighter plan's free blocks."""
     grow0, grow1 = _blocks_to_grow(state, g, steps)
-    if grow0 > 0 and grow0 + grow1 > kv_pool.reachable_blocks(state, g, 0):
+    if grow0 > 0 and grow0 + grow1 > kv_pool.reachable_blocks(state, g, ZERO):
         return False
-    return not (grow1 > 0 and grow0 + grow1 > kv_pool.reachable_blocks(state, g, 1))
+    return not (grow1 > 0 and grow0 + grow1 > kv_pool.reachable_blocks(state, g, ONE))
 
 
-@njit(cache=True)
+@kernel
 def _steps_within_kv(state, g, steps):
     """Largest number of decode steps, at most `steps`, for which KV suffices (0 when not even one fits)."""
     # at most one block more per sequence and block length: most jumps need no exact count
@@ -406,11 +407,11 @@ def _steps_within_kv(state, g, steps):
     return low
 
 
-@njit(cache=True)
+@kernel
 def _make_room(state, g, now_s):
     """Preempt the last in queue order; one that was preempted too often, or is alone, ends as a failure."""
     ints = state.group_int[g]
-    victim = -1
+    victim = state.running[g, 0]
     worst = -np.inf
     for place in range(ints[L.GI_RUNNING]):
         slot = state.running[g, place]
@@ -424,16 +425,16 @@ def _make_room(state, g, now_s):
         _give_up(state, g, victim, L.RECORD_PREEMPTED_OUT, now_s)
 
 
-@njit(cache=True)
+@kernel
 def _evict_for_growth(state, g, steps):
     grow0, grow1 = _blocks_to_grow(state, g, steps)
     if grow0 > 0:
-        kv_pool.room_for(state, g, 0, grow0 + grow1)
+        kv_pool.room_for(state, g, ZERO, grow0 + grow1)
     if grow1 > 0:
-        kv_pool.room_for(state, g, 1, grow0 + grow1)
+        kv_pool.room_for(state, g, ONE, grow0 + grow1)
 
 
-@njit(cache=True)
+@kernel
 def plan_jump(state, g):
     """Decide the next jump from the group's clock: admissions, chunks, number of steps, times. Leaves it idle if empty."""
     ints = state.group_int[g]
@@ -441,7 +442,7 @@ def plan_jump(state, g):
     now_s = group[L.GF_CLOCK_S]
     while True:  # make room until at least one step fits; each round removes a sequence, so it ends
         decode0, decode1, kv0, kv1, limit_s = _count_decoding(state, g)
-        if decode0 + decode1 == 0 or _kv_allows(state, g, 1):
+        if decode0 + decode1 == 0 or _kv_allows(state, g, ONE):
             break
         _make_room(state, g, now_s)
     budget = _chunk_budget(state, g, decode0, decode1, kv0, kv1, limit_s) if _has_prefill(state, g) else 0
@@ -463,7 +464,7 @@ def plan_jump(state, g):
     group[L.GF_JUMP_END_S] = now_s + jump_duration_s(group, steps)
 
 
-@njit(cache=True)
+@kernel
 def _has_prefill(state, g):
     if state.group_int[g, L.GI_WAITING] > 0:
         return True
@@ -473,7 +474,7 @@ def _has_prefill(state, g):
     return False
 
 
-@njit(cache=True)
+@kernel
 def _store_times(state, g, parts):
     group = state.group_float[g]
     group[L.GF_J_COMPUTE_S] = parts[0]
@@ -484,7 +485,7 @@ def _store_times(state, g, parts):
     group[L.GF_J_COMM_SLOPE] = parts[5]
 
 
-@njit(cache=True)
+@kernel
 def _observe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, decode1, sequences):
     """Keep forgetting sums of real and believed step times: their ratio is the group's online correction."""
     group = state.group_float[g]
@@ -504,13 +505,13 @@ def _observe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, deco
         decode1,
         sequences,
     )
-    real_s = jump_duration_s(group, 1)
+    real_s = jump_duration_s(group, ONE)
     keep = math.exp(-min(real_s, 10.0 * FORGET_S) / FORGET_S)
     group[L.GF_OBSERVED_S] = group[L.GF_OBSERVED_S] * keep + real_s
     group[L.GF_PREDICTED_S] = group[L.GF_PREDICTED_S] * keep + believed[0] + believed[1] + believed[2] + believed[3]
 
 
-@njit(cache=True)
+@kernel
 def _plan_mixed_step(state, g, decode0, decode1, kv0, kv1):
     """Times of one step that carries prefill chunks beside the decoding sequences."""
     tokens0, tokens1 = decode0, decode1
@@ -530,15 +531,15 @@ def _plan_mixed_step(state, g, decode0, decode1, kv0, kv1):
             pairs1 += pairs
         if row[L.SI_DONE] + chunk >= row[L.SI_GOAL]:
             sequences += 1
-    _evict_for_growth(state, g, 1)
-    _store_times(state, g, _time_step(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, 0, 0, sequences))
-    _observe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, 0, 0, sequences)
+    _evict_for_growth(state, g, ONE)
+    _store_times(state, g, _time_step(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, ZERO, ZERO, sequences))
+    _observe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, ZERO, ZERO, sequences)
 
 
-@njit(cache=True)
+@kernel
 def _plan_decode_steps(state, g, decode0, decode1, kv0, kv1):
     """Times and number of pure decode steps until the first completion, KV shortage or change of regime."""
-    steps = 1 << 30
+    steps = STEPS_MAX
     for place in range(state.group_int[g, L.GI_RUNNING]):
         row = state.slot_int[g, state.running[g, place]]
         if row[L.SI_PHASE] == L.PHASE_DECODE:
@@ -558,7 +559,7 @@ def _plan_decode_steps(state, g, decode0, decode1, kv0, kv1):
     return steps
 
 
-@njit(cache=True)
+@kernel
 def advance_group(state, g, until_s):
     """Run group `g` up to `until_s`; a step in flight at that time stays in flight."""
     ints = state.group_int[g]
@@ -584,14 +585,23 @@ def advance_group(state, g, until_s):
         commit_jump(state, g)
 
 
-@njit(cache=True)
+@kernel
 def advance_all(state, until_s):
     """Run every group up to `until_s`. Groups share nothing between two calls, so their order does not matter."""
     for g in range(state.group_int.shape[0]):
         advance_group(state, g, until_s)
 
 
-@njit(cache=True)
+@kernel
+def join(state, g, now_s, request, class_index, prompt, target, arrival_s, key, tpot_limit_s):
+    """Put a new request into group `g`'s queue and let the step under way be its last without it; returns its slot or -1."""
+    slot = Q.enqueue(state, g, now_s, request, class_index, prompt, target, arrival_s, key, tpot_limit_s)
+    if slot >= 0:
+        cut_jump(state, g, now_s)
+    return slot
+
+
+@kernel
 def next_event_s(state):
     """Earliest end of a planned jump over all groups; inf when all are idle."""
     earliest = np.inf
@@ -601,7 +611,7 @@ def next_event_s(state):
     return earliest
 
 
-@njit(cache=True)
+@kernel
 def stop_group(state, g, now_s):
     """The group dies at `now_s`: whole steps that ended are kept, the one in flight is lost."""
     ints = state.group_int[g]

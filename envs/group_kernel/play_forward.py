@@ -8,17 +8,17 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from envs.group_kernel import layout as L
 from envs.group_kernel import queue as Q
 from envs.group_kernel.advance import advance_group
+from envs.perf_model.compiled import ZERO, kernel
 from envs.perf_model.step_time import GC_COMM_ALPHA_S, GC_COMM_TOKEN_S, GC_HOST_BASE_S, GC_HOST_SEQUENCE_S
 
 SOFTNESS = 0.1
 
 
-@njit(cache=True)
+@kernel
 def _score(limits, class_index, prompt, arrival_s, first_s, finish_s, generated):
     """Weight times a soft "met both limits", less a linear lateness charge; hard enough to tell met from missed."""
     limit = limits[class_index]
@@ -29,14 +29,14 @@ def _score(limits, class_index, prompt, arrival_s, first_s, finish_s, generated)
     return limit[3] * (soft - 0.02 * max(0.0, worst - 1.0))
 
 
-@njit(cache=True)
+@kernel
 def _sample(quantiles, class_index, generated, uniform):
     place = min(quantiles.shape[1] - 1, int(3.0 * math.log2(1.0 + generated)))
     values = quantiles[class_index, place]
     return max(1, int(values[min(values.shape[0] - 1, int(uniform * values.shape[0]))]))
 
 
-@njit(cache=True)
+@kernel
 def _reset(scratch, now_s, pause_s, blocks, block_tokens, running_limit, chunk, rank_cost, group_cost, correction):
     scratch.group_int[0, :] = 0
     scratch.group_float[0, :] = 0.0
@@ -58,12 +58,14 @@ def _reset(scratch, now_s, pause_s, blocks, block_tokens, running_limit, chunk, 
     group[L.GF_PAUSED_UNTIL_S] = now_s + pause_s
     group[L.GF_QUEUE_TIMEOUT_S] = 1e9
     group[L.GF_TPOT_MARGIN] = 0.9
-    scratch.rank_cost[0, 0] = rank_cost * correction
-    scratch.predicted_rank_cost[0, 0] = scratch.rank_cost[0, 0]
-    scratch.group_cost[0] = group_cost
+    for r in range(rank_cost.shape[0]):
+        for column in range(rank_cost.shape[1]):
+            scratch.rank_cost[0, 0, r, column] = rank_cost[r, column] * correction
+            scratch.predicted_rank_cost[0, 0, r, column] = rank_cost[r, column] * correction
+    Q.copy_row(group_cost, scratch.group_cost[0])
     for column in (GC_COMM_ALPHA_S, GC_COMM_TOKEN_S, GC_HOST_BASE_S, GC_HOST_SEQUENCE_S):
         scratch.group_cost[0, column] *= correction
-    scratch.predicted_group_cost[0] = scratch.group_cost[0]
+    Q.copy_row(scratch.group_cost[0], scratch.predicted_group_cost[0])
     scratch.kv_bytes[0, :] = 0.0
     scratch.kv_block_bytes[0, :, :] = 0.0
     scratch.kv_bytes[0, 0] = blocks
@@ -71,10 +73,10 @@ def _reset(scratch, now_s, pause_s, blocks, block_tokens, running_limit, chunk, 
     scratch.record_count[0] = 0
 
 
-@njit(cache=True)
+@kernel
 def _load_resident(scratch, now_s, ints, floats, remaining, tpot_limit_s):
     """Put one resident into the scratch group as it stands: waiting, in prefill or decoding."""
-    slot = Q.take_slot(scratch, 0)
+    slot = Q.take_slot(scratch, ZERO)
     row = scratch.slot_int[0, slot]
     values = scratch.slot_float[0, slot]
     row[L.SI_REQUEST] = 0
@@ -93,7 +95,7 @@ def _load_resident(scratch, now_s, ints, floats, remaining, tpot_limit_s):
     if ints[5] == 0:
         row[L.SI_PHASE] = L.PHASE_WAITING
         row[L.SI_DONE] = context - ints[4]
-        Q.insert_waiting(scratch, 0, slot)
+        Q.insert_waiting(scratch, ZERO, slot)
         return
     row[L.SI_GOAL] = context
     row[L.SI_DONE] = context - ints[4] if ints[4] > 0 else context - 1
@@ -105,7 +107,7 @@ def _load_resident(scratch, now_s, ints, floats, remaining, tpot_limit_s):
     scratch.group_int[0, L.GI_RUNNING] += 1
 
 
-@njit(cache=True)
+@kernel
 def total_score(scratch, limits, horizon_s):
     """Score of everybody that ended, plus the lateness of those that did not."""
     total = 0.0
@@ -119,7 +121,7 @@ def total_score(scratch, limits, horizon_s):
     return total
 
 
-@njit(cache=True)
+@kernel
 def what_if_gain(
     scratch,
     now_s,
@@ -152,7 +154,7 @@ def what_if_gain(
     draws = uniforms.shape[1]
     arrival_s, prompt, class_index = request[0], int(request[1]), int(request[2])
     for sample in range(samples):
-        target = _sample(quantiles, class_index, 0, uniforms[sample, 0])
+        target = _sample(quantiles, class_index, ZERO, uniforms[sample, 0])
         for joins in range(2):
             _reset(
                 scratch,
@@ -173,9 +175,9 @@ def what_if_gain(
                 limit_s = limits[resident_ints[i, 1], 2]
                 _load_resident(scratch, now_s, resident_ints[i], resident_floats[i], remaining, limit_s)
             if joins == 1:
-                slot = Q.enqueue(scratch, 0, now_s, 0, class_index, prompt, target, arrival_s, request_key, limits[class_index, 2])
+                slot = Q.enqueue(scratch, ZERO, now_s, ZERO, class_index, prompt, target, arrival_s, request_key, limits[class_index, 2])
                 scratch.slot_int[0, slot, L.SI_DONE] = min(hits, prompt - 1)
-            advance_group(scratch, 0, now_s + horizon_s)
+            advance_group(scratch, ZERO, now_s + horizon_s)
             total = total_score(scratch, limits, now_s + horizon_s)
             gain += total if joins == 1 else -total
     return gain / samples

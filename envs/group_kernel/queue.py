@@ -7,13 +7,20 @@ for ever: the order between two requests never changes, and every later arrival 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from envs.group_kernel import layout as L
 from envs.group_kernel import prefix_cache
+from envs.perf_model.compiled import kernel
 
 
-@njit(cache=True)
+@kernel
+def copy_row(source, target):
+    """Copy one row element by element (a slice assignment would want a buffer, and kernels do not allocate)."""
+    for i in range(target.shape[0]):
+        target[i] = source[i]
+
+
+@kernel
 def insert_waiting(state, g, slot):
     waiting = state.waiting[g]
     count = state.group_int[g, L.GI_WAITING]
@@ -26,7 +33,7 @@ def insert_waiting(state, g, slot):
     state.group_int[g, L.GI_WAITING] = count + 1
 
 
-@njit(cache=True)
+@kernel
 def remove_from(order, count, slot):
     """Remove `slot` from the first `count` entries of `order`, keeping the order; the caller lowers the count."""
     place = 0
@@ -36,7 +43,7 @@ def remove_from(order, count, slot):
         order[i] = order[i + 1]
 
 
-@njit(cache=True)
+@kernel
 def take_slot(state, g):
     """A free slot number; the caller has checked that there is one."""
     count = state.group_int[g, L.GI_FREE_SLOTS] - 1
@@ -47,7 +54,7 @@ def take_slot(state, g):
     return slot
 
 
-@njit(cache=True)
+@kernel
 def give_slot(state, g, slot):
     state.slot_int[g, slot, L.SI_PHASE] = L.PHASE_FREE
     count = state.group_int[g, L.GI_FREE_SLOTS]
@@ -55,7 +62,7 @@ def give_slot(state, g, slot):
     state.group_int[g, L.GI_FREE_SLOTS] = count + 1
 
 
-@njit(cache=True)
+@kernel
 def enqueue(state, g, now_s, request, class_index, prompt, target, arrival_s, key, tpot_limit_s):
     """Put a new request into group `g`'s queue; returns its slot, or -1 when every slot is taken."""
     if state.group_int[g, L.GI_FREE_SLOTS] == 0:
@@ -80,14 +87,14 @@ def enqueue(state, g, now_s, request, class_index, prompt, target, arrival_s, ke
     return slot
 
 
-@njit(cache=True)
+@kernel
 def enqueue_row(state, g, now_s, int_row, float_row, kv_tokens):
     """Put back a request taken out elsewhere (`take_out`); `kv_tokens` of its KV came along. Returns slot or -1."""
     if state.group_int[g, L.GI_FREE_SLOTS] == 0:
         return -1
     slot = take_slot(state, g)
-    state.slot_int[g, slot, :] = int_row
-    state.slot_float[g, slot, :] = float_row
+    copy_row(int_row, state.slot_int[g, slot])
+    copy_row(float_row, state.slot_float[g, slot])
     ints = state.slot_int[g, slot]
     ints[L.SI_DONE] = kv_tokens
     ints[L.SI_BLOCKS] = 0
@@ -98,7 +105,7 @@ def enqueue_row(state, g, now_s, int_row, float_row, kv_tokens):
     return slot
 
 
-@njit(cache=True)
+@kernel
 def settle_parts(state, g, slot):
     """Credit what the group's cumulated times grew by since the last settling to this request's latency parts."""
     ints = state.slot_int[g, slot]
@@ -122,14 +129,14 @@ def settle_parts(state, g, slot):
     take_snapshot(state, g, slot)
 
 
-@njit(cache=True)
+@kernel
 def take_snapshot(state, g, slot):
     """Remember the group's cumulated times, so that `settle_parts` can credit the difference."""
     for i in range(5):
         state.slot_float[g, slot, L.SF_SNAP_COMPUTE_S + i] = state.group_float[g, L.GF_CUM_COMPUTE_S + i]
 
 
-@njit(cache=True)
+@kernel
 def release_kv(state, g, slot):
     """Give back the private KV blocks and cache references of an admitted slot."""
     ints = state.slot_int[g, slot]
@@ -142,7 +149,7 @@ def release_kv(state, g, slot):
     ints[L.SI_CACHE_REFS] = 0
 
 
-@njit(cache=True)
+@kernel
 def stop_running(state, g, slot):
     """Take an admitted slot off the device: settle its times, free its KV, leave the running list."""
     settle_parts(state, g, slot)
@@ -151,7 +158,7 @@ def stop_running(state, g, slot):
     state.group_int[g, L.GI_RUNNING] -= 1
 
 
-@njit(cache=True)
+@kernel
 def preempt(state, g, slot, now_s):
     """Send an admitted slot back to the queue under its old key; its KV is lost and will be recomputed."""
     stop_running(state, g, slot)
@@ -165,7 +172,7 @@ def preempt(state, g, slot, now_s):
     insert_waiting(state, g, slot)
 
 
-@njit(cache=True)
+@kernel
 def take_out(state, g, slot, now_s, int_row, float_row):
     """Remove a request from the group at `now_s`; its rows are copied out so that it can go on elsewhere.
 
@@ -180,12 +187,12 @@ def take_out(state, g, slot, now_s, int_row, float_row):
         state.slot_float[g, slot, L.SF_PARTS + L.PART_REDONE] += max(0.0, lost_s)
         state.slot_float[g, slot, L.SF_MARK_S] = max(now_s, state.group_float[g, L.GF_CLOCK_S])
         state.slot_int[g, slot, L.SI_REDOING] = 1
-    int_row[:] = state.slot_int[g, slot]
-    float_row[:] = state.slot_float[g, slot]
+    copy_row(state.slot_int[g, slot], int_row)
+    copy_row(state.slot_float[g, slot], float_row)
     give_slot(state, g, slot)
 
 
-@njit(cache=True)
+@kernel
 def record_end(state, g, slot, kind, finish_s):
     """Write the finished-request record; the buffer holds one entry per slot, and callers drain it after each advance."""
     index = state.record_count[0]
@@ -207,4 +214,4 @@ def record_end(state, g, slot, kind, finish_s):
     values[L.RF_ADMITTED_S] = floats[L.SF_ADMITTED_S]
     values[L.RF_FIRST_S] = floats[L.SF_FIRST_S]
     values[L.RF_FINISH_S] = finish_s
-    values[L.RF_PARTS :] = floats[L.SF_PARTS :]
+    copy_row(floats[L.SF_PARTS :], values[L.RF_PARTS :])

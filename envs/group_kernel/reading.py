@@ -7,12 +7,13 @@ from numba import njit
 
 from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import jump_duration_s, steps_done_by
+from envs.group_kernel.advance import advance_all, jump_duration_s, steps_done_by
+from envs.perf_model.compiled import kernel
 
-# integer columns of `read_groups`
+# integer rows of `read_groups`
 (R_RUNNING, R_WAITING, R_BLOCKS_FREE, R_BLOCKS_TOTAL, R_BACKLOG_TOKENS, R_DECODE_KV, R_DECODING, R_SLOTS_FREE) = range(8)
 READ_INTS = 8
-# float columns
+# float rows
 (R_STEP_LEFT_S, R_OLDEST_WAIT_S, R_CORRECTION, R_PAUSE_LEFT_S, R_STEP_NOW_S) = range(5)
 READ_FLOATS = 5
 
@@ -23,9 +24,9 @@ RESIDENT_INTS = 6
 RESIDENT_FLOATS = 3
 
 
-@njit(cache=True)
+@kernel
 def read_groups(state, now_s, out_int, out_float):
-    """Fill `out_int` (G, READ_INTS) and `out_float` (G, READ_FLOATS) as of `now_s`; call after `advance_all(state, now_s)`."""
+    """Fill `out_int` (READ_INTS, G) and `out_float` (READ_FLOATS, G) as of `now_s`; call after `advance_all(state, now_s)`."""
     for g in range(state.group_int.shape[0]):
         ints = state.group_int[g]
         group = state.group_float[g]
@@ -44,39 +45,30 @@ def read_groups(state, now_s, out_int, out_float):
             row = state.slot_int[g, slot]
             backlog += row[L.SI_PROMPT] + row[L.SI_GENERATED] - row[L.SI_DONE]
             oldest_s = max(oldest_s, now_s - state.slot_float[g, slot, L.SF_ENQUEUED_S])
-        out_int[g, R_RUNNING] = ints[L.GI_RUNNING]
-        out_int[g, R_WAITING] = ints[L.GI_WAITING]
-        out_int[g, R_BLOCKS_FREE] = kv_pool.reachable_blocks(state, g, ints[L.GI_PLAN])
-        out_int[g, R_BLOCKS_TOTAL] = kv_pool.total_blocks(state, g, ints[L.GI_PLAN])
-        out_int[g, R_BACKLOG_TOKENS] = backlog
-        out_int[g, R_DECODE_KV] = decode_kv
-        out_int[g, R_DECODING] = decoding
-        out_int[g, R_SLOTS_FREE] = ints[L.GI_FREE_SLOTS]
+        out_int[R_RUNNING, g] = ints[L.GI_RUNNING]
+        out_int[R_WAITING, g] = ints[L.GI_WAITING]
+        out_int[R_BLOCKS_FREE, g] = kv_pool.reachable_blocks(state, g, ints[L.GI_PLAN])
+        out_int[R_BLOCKS_TOTAL, g] = kv_pool.total_blocks(state, g, ints[L.GI_PLAN])
+        out_int[R_BACKLOG_TOKENS, g] = backlog
+        out_int[R_DECODE_KV, g] = decode_kv
+        out_int[R_DECODING, g] = decoding
+        out_int[R_SLOTS_FREE, g] = ints[L.GI_FREE_SLOTS]
         step_left_s = 0.0
         step_now_s = 0.0
         if ints[L.GI_JUMP_ACTIVE] == 1:
             step_left_s = group[L.GF_JUMP_START_S] + jump_duration_s(group, done + 1) - now_s
             step_now_s = jump_duration_s(group, done + 1) - jump_duration_s(group, done)
-        out_float[g, R_STEP_LEFT_S] = max(0.0, step_left_s)
-        out_float[g, R_STEP_NOW_S] = step_now_s
-        out_float[g, R_OLDEST_WAIT_S] = oldest_s
+        out_float[R_STEP_LEFT_S, g] = max(0.0, step_left_s)
+        out_float[R_STEP_NOW_S, g] = step_now_s
+        out_float[R_OLDEST_WAIT_S, g] = oldest_s
         correction = 1.0
         if group[L.GF_PREDICTED_S] > 0.0:
             correction = min(20.0, max(0.05, group[L.GF_OBSERVED_S] / group[L.GF_PREDICTED_S]))
-        out_float[g, R_CORRECTION] = correction
-        out_float[g, R_PAUSE_LEFT_S] = max(0.0, group[L.GF_PAUSED_UNTIL_S] - now_s)
+        out_float[R_CORRECTION, g] = correction
+        out_float[R_PAUSE_LEFT_S, g] = max(0.0, group[L.GF_PAUSED_UNTIL_S] - now_s)
 
 
-@njit(cache=True)
-def count_residents(state):
-    """Requests inside all groups."""
-    total = 0
-    for g in range(state.group_int.shape[0]):
-        total += state.group_int[g, L.GI_RUNNING] + state.group_int[g, L.GI_WAITING]
-    return total
-
-
-@njit(cache=True)
+@kernel
 def read_residents(state, now_s, offset, out_int, out_float):
     """Fill the rows of every resident, running before waiting, group after group; `offset` (G + 1,) tells whose rows are whose."""
     index = 0
@@ -107,7 +99,19 @@ def read_residents(state, now_s, offset, out_int, out_float):
     offset[state.group_int.shape[0]] = index
 
 
-@njit(cache=True)
+@kernel
+def advance_and_read(state, now_s, group_ints, group_floats, offset, resident_ints, resident_floats):
+    """`advance_all`, `read_groups` and `read_residents` in one call, since handing over the state costs as much as they do.
+
+    resident_ints and resident_floats hold at least one row per slot; returns how many are filled.
+    """
+    advance_all(state, now_s)
+    read_groups(state, now_s, group_ints, group_floats)
+    read_residents(state, now_s, offset, resident_ints, resident_floats)
+    return offset[state.group_int.shape[0]]
+
+
+@kernel
 def hit_tokens(state, request, out):
     """Prompt tokens of `request` that each group's prefix cache already holds; `out` (G,)."""
     for g in range(state.group_int.shape[0]):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
+from envs.perf_model.compiled import inlined_kernel, kernel
 
 # Columns of rank_cost: what one rank adds to a step, over all layers.
 RC_ATTENTION_TOKEN_S = 0  # projection FLOP of one token
@@ -46,17 +46,22 @@ GROUP_COLUMNS = 10
 RESIDUAL_BINS = 15
 
 
-@njit(cache=True, inline="always")
-def residual_at(row, tokens):
-    """Log-linear interpolation of one rank's residual table at `tokens` >= 1."""
-    position = math.log2(tokens) if tokens > 1.0 else 0.0
+@inlined_kernel
+def residual_position(tokens):
+    """Place of `tokens` >= 1 on the logarithmic axis of the residual tables; the same for all ranks of a step."""
+    return math.log2(tokens) if tokens > 1.0 else 0.0
+
+
+@inlined_kernel
+def residual_at(row, position):
+    """Log-linear interpolation of one rank's residual table at a `residual_position`."""
     if position >= RESIDUAL_BINS - 1:
         return row[RESIDUAL_BINS - 1]
     low = int(position)
     return row[low] + (position - low) * (row[low + 1] - row[low])
 
 
-@njit(cache=True)
+@kernel
 def step_parts(g, rank_cost, group_cost, residual, slow, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, decode1, sequences):
     """One step of group `g`; suffixes 0 and 1 are the two plan slots.
 
@@ -68,6 +73,7 @@ def step_parts(g, rank_cost, group_cost, residual, slow, tokens0, tokens1, pairs
     """
     ranks = rank_cost.shape[2]
     tokens = tokens0 + tokens1
+    position = residual_position(tokens)
     share0 = tokens0 > 0 or kv0 > 0
     share1 = tokens1 > 0 or kv1 > 0
     experts = group_cost[g, GC_EXPERTS]
@@ -85,7 +91,7 @@ def step_parts(g, rank_cost, group_cost, residual, slow, tokens0, tokens1, pairs
     for r in range(ranks):
         slow_compute = slow[g, r, 0]
         slow_memory = slow[g, r, 1]
-        bend = residual_at(residual[g, r], tokens)
+        bend = residual_at(residual[g, r], position)
         weight = 0.0
         mlp_weight = 0.0
         head_weight = 0.0
@@ -141,12 +147,13 @@ def step_parts(g, rank_cost, group_cost, residual, slow, tokens0, tokens1, pairs
     return compute_s, device_s - compute_s, comm_s, host_s, memory_slope, comm_slope, regime
 
 
-@njit(cache=True)
+@kernel
 def rank_times(g, rank_cost, group_cost, residual, slow, plan, tokens, pairs, kv, out):
     """Fill `out` (R, 2) with each rank's attention and MLP seconds of a step under one plan slot (telemetry, balance)."""
+    position = residual_position(tokens)
     for r in range(rank_cost.shape[2]):
         cost = rank_cost[g, plan, r]
-        bend = residual_at(residual[g, r], tokens)
+        bend = residual_at(residual[g, r], position)
         interference = group_cost[g, GC_INTERFERENCE]
         attention = max(tokens * cost[RC_ATTENTION_TOKEN_S] * slow[g, r, 0], cost[RC_ATTENTION_WEIGHT_S] * slow[g, r, 1]) * bend
         attention += pairs * cost[RC_PREFILL_PAIR_S] * slow[g, r, 0] + kv * cost[RC_DECODE_KV_S] * slow[g, r, 1]

@@ -1,0 +1,35 @@
+"""How the hot functions are compiled: one decorator, so that every kernel has the same rules.
+
+A kernel only borrows arrays: it neither allocates nor returns any, and its callers hold them while it runs. So numba's
+reference counting is left out (`_nrt`). With it, every call that passes the 23 arrays of a `KernelState` on would pay
+some fifty atomic operations, and most of the time of a simulated world went there. A function that must allocate takes
+plain `njit`; allocating in a kernel is an error at compile time, so nothing can leak or dangle unnoticed.
+
+Give every argument the same type at all call sites: a plain 0 or 1, like an int for a float, makes numba compile the
+function and all that it calls once more. ZERO and ONE are integers that do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+ZERO = np.int64(0)
+ONE = np.int64(1)
+
+_OPTIONS: dict[str, Any] = {"cache": True, "_nrt": False, "error_model": "numpy", "no_cfunc_wrapper": True}
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `function` on first call, and keep it on disk for the next process. Division by zero gives inf, as in numpy."""
+    compiled: Callable[..., Any] = njit(**_OPTIONS)(function)
+    return compiled
+
+
+def inlined_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `kernel`, its body copied to where it is called; for a few lines in an inner loop."""
+    compiled: Callable[..., Any] = njit(inline="always", **_OPTIONS)(function)
+    return compiled
