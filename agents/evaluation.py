@@ -57,7 +57,7 @@ class BundleScheduler:
         return self._bundle.choose(candidates, context, point.mask.astype(np.float32))
 
 
-FALLBACKS: dict[Decision, str] = {"route": "least_completion", "split": "planner", "rebalance": "threshold"}
+FALLBACKS: dict[Decision, str] = {"route": "net_utility", "split": "planner", "rebalance": "threshold"}
 
 
 def make_scheduler(decision: Decision, text: str, rng: np.random.Generator, cluster: ClusterProcess) -> Scheduler:

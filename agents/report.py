@@ -218,9 +218,11 @@ def _terminal_columns(rows: Sequence[PolicyRow], width: int) -> list[list[tuple[
     short.sort(key=lambda column: column[0][:4] in ("TTFT", "TPOT"))  # goodput and outcomes first, latencies after
     tables: list[list[tuple[str, list[str]]]] = [[]]
     left = room
+    latency_width = sum(_column_width(title, cells) for title, cells in short if title[:4] in ("TTFT", "TPOT"))
     for title, cells in short:
         needed = _column_width(title, cells)
-        if needed > left and tables[-1]:
+        is_first_latency = title.startswith("TTFT\np50")  # latencies stay together where a table of their own holds them
+        if (needed > left or (is_first_latency and left < latency_width <= room)) and tables[-1]:
             tables.append([])
             left = room
         tables[-1].append((title, cells))

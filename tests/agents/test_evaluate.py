@@ -9,6 +9,7 @@ import pytest
 from policies_under_test import contents
 
 from agents.evaluate import main, pairs_of
+from agents.evaluation import FALLBACKS
 from agents.evaluation_file import EvaluationFile, EvaluationFileError, bundle_digests, read_evaluation_file
 from agents.policy_bundle import write_bundle
 from agents.report import EvaluationResults
@@ -48,7 +49,7 @@ def test_same_command_same_numbers(tiny, tmp_path):
     def goodput(name: str) -> np.ndarray:
         arguments = ["--experiment", tiny, "--load-one", "2", "--processes", "1", "--worlds", "1", "--output", str(tmp_path / name)]
         assert main(arguments) == 0
-        return EvaluationResults.from_json(json.dumps(read_evaluation_file(tmp_path / name).results)).goodput("least_completion")
+        return EvaluationResults.from_json(json.dumps(read_evaluation_file(tmp_path / name).results)).goodput(FALLBACKS["route"])
 
     assert np.array_equal(goodput("a.json"), goodput("b.json"))
 
