@@ -14,7 +14,7 @@ from envs.cluster.world import WorldOptions
 from envs.decision import split_planner
 from envs.decision.move_candidates import IDLE_MIX, overlap_of
 from envs.domain.plans import SplitPlan, TpGroup
-from envs.domain.snapshot import BoolArray, FloatArray
+from envs.domain.snapshot import BoolArray, FloatArray, IntArray
 from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
 from envs.perf_model import all_reduce, group_cost, memory_fit
@@ -25,15 +25,30 @@ from envs.scenario.cluster_spec import ClusterSpec
 
 @dataclass(slots=True)
 class GroupHealth:
-    """What is true of one group's hardware now; schedulers see only what was detected of it."""
+    """What is true of one group's hardware now; schedulers see only what was detected of it.
 
-    rank_is_lost: BoolArray
+    rank_losses (ranks,), group_losses: noticed losses of a rank and losses of the whole group that are not yet over;
+    faults may overlap, and only the end of the last one heals. unnoticed: losses that nobody has detected yet.
+    is_gone: its ranks were given to another group. link_slow, host_slow: factors on times, 1 = nominal.
+    """
+
+    rank_losses: IntArray
+    group_losses: int = 0
+    unnoticed: int = 0
     is_parked: bool = False
+    is_starting: bool = False
     is_draining: bool = False
     is_lost: bool = False
+    is_gone: bool = False
     detected_down: bool = False
+    link_slow: float = 1.0
+    host_slow: float = 1.0
     slow_compute: FloatArray = field(default_factory=lambda: np.ones(1))
     slow_memory: FloatArray = field(default_factory=lambda: np.ones(1))
+
+    @property
+    def rank_is_lost(self) -> BoolArray:
+        return self.rank_losses > 0
 
 
 class GroupSet:
@@ -49,8 +64,9 @@ class GroupSet:
         self.state = L.allocate(count, self.ranks_max, slots, prefix_offset, prefix_ids)
         self.plans: list[SplitPlan] = []
         self.corners = np.full(count, split_planner.CORNERS.index(options.start_corner), np.int64)
-        self.health = [GroupHealth(np.zeros(len(group.ranks), np.bool_)) for group in self.groups]
+        self.health = [GroupHealth(np.zeros(len(group.ranks), np.int64)) for group in self.groups]
         self.interference = np.ones(count)
+        self.kv_tokens = np.zeros(count, np.int64)  # tokens of KV of an empty group under the plan in force
         self._set_limits(cluster)
         for g, group in enumerate(self.groups):
             self.health[g].is_parked = cluster.parked[g]
@@ -98,6 +114,7 @@ class GroupSet:
         self.state.predicted_group_cost[g] = row
         row = row.copy()
         row[ST.GC_INTERFERENCE] = self.interference[g]
+        row[ST.GC_LINK_SLOW], row[ST.GC_HOST_SLOW] = self.health[g].link_slow, self.health[g].host_slow
         self.state.group_cost[g] = row
         if self.options.use_residual_tables:
             self.state.residual[g, : len(group.ranks)] = group_cost.residual_rows(group)
@@ -124,6 +141,8 @@ class GroupSet:
         if self.limits.kv_blocks is not None:  # a declared pool, as in tests of tiny caches
             cap = self.limits.kv_blocks * self.state.kv_block_bytes[g, self.state.group_int[g, L.GI_PLAN]]
             self.state.kv_bytes[g] = cap
+        slot = int(self.state.group_int[g, L.GI_PLAN])
+        self.kv_tokens[g] = int(kv_pool.total_blocks(self.state, g, slot)) * self.limits.kv_block_tokens
 
     def switch_plan(self, g: int, plan: SplitPlan, corner: int) -> None:
         """Make `plan` the one for new requests; residents keep theirs. The caller has moved a third plan's KV and paid."""
@@ -148,14 +167,10 @@ class GroupSet:
     def apply_speed(self, g: int) -> None:
         """Write the true slow-downs of group `g` into the kernel."""
         health = self.health[g]
+        self.state.group_cost[g, [ST.GC_LINK_SLOW, ST.GC_HOST_SLOW]] = health.link_slow, health.host_slow
         ranks = len(self.groups[g].ranks)
         self.state.slow[g, :ranks, 0] = health.slow_compute
         self.state.slow[g, :ranks, 1] = health.slow_memory
-
-    def kv_tokens_max(self, g: int) -> int:
-        """Tokens of KV of an empty group under the plan in force."""
-        slot = int(self.state.group_int[g, L.GI_PLAN])
-        return int(kv_pool.total_blocks(self.state, g, slot)) * self.limits.kv_block_tokens
 
     def rank_times_s(self, g: int, tokens: int, pairs: float, kv: int, truth: bool) -> FloatArray:
         """Attention and MLP seconds per rank, (ranks, 2), of a step: the true ones (telemetry) or the predicted ones."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from envs.domain.requests import LATENCY_PARTS, OutcomeKind, RequestOutcome
+from envs.group_kernel import layout as L
 from envs.traces.trace_table import TraceTable
 
 REASONS = (
@@ -17,7 +18,10 @@ REASONS = (
     "retries_spent",
     "run_ended",
     "breaker_open",
+    "preempted_too_often",
 )
+RECORD_REASONS = ("", "queue_timeout", "preempted_too_often", "unservable")
+"""Reason of each kind of finished-request record of the kernel (`layout.RECORD_*`)."""
 
 
 class OutcomeTable:
@@ -39,13 +43,19 @@ class OutcomeTable:
         self.parts = np.zeros((count, len(LATENCY_PARTS)))
         self.ended = 0
 
-    def end(self, request_id: int, kind: OutcomeKind, reason: str, now_s: float, group_index: int = -1) -> None:
-        """End a request that did not complete."""
+    def end(
+        self, request_id: int, kind: OutcomeKind, reason: str, now_s: float, rows: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> None:
+        """End a request that did not complete; `rows` are its slot rows (int, float) if it has been in a group."""
         self.kind[request_id] = kind
         self.reason[request_id] = REASONS.index(reason)
-        self.group_index[request_id] = group_index
         self.finish_s[request_id] = now_s
         self.ended += 1
+        if rows is not None:
+            ints, floats = rows
+            self.admitted_s[request_id], self.first_token_s[request_id] = floats[L.SF_ADMITTED_S], floats[L.SF_FIRST_S]
+            self.output_tokens[request_id] = ints[L.SI_GENERATED]
+            self.preemptions[request_id], self.attempts[request_id] = ints[L.SI_PREEMPTIONS], ints[L.SI_ATTEMPTS]
 
     def outcome(self, i: int) -> RequestOutcome:
         """Row `i` as a value."""

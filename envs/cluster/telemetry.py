@@ -50,13 +50,13 @@ class Telemetry:
         """Re-measure relative speed (declared hardware) and the ranks' busy shares (profiler); at control ticks."""
         groups = self._groups
         steps_s = np.empty(len(groups.groups))
+        self.rank_busy = np.zeros_like(self.rank_busy)  # a new array: earlier snapshots keep the old one
         for g in range(len(groups.groups)):
             kv = REFERENCE_BATCH * REFERENCE_CONTEXT
             declared = groups.rank_times_s(g, REFERENCE_BATCH, 0.0, kv, truth=False)
             steps_s[g] = declared.max(axis=0).sum() + groups.state.predicted_group_cost[g, ST.GC_COMM_ALPHA_S]
             measured = groups.rank_times_s(g, REFERENCE_BATCH, 0.0, kv, truth=True)
             barrier = measured.max(axis=0).sum()
-            self.rank_busy[g] = 0.0
             self.rank_busy[g, : len(measured)] = measured.sum(axis=1) / max(barrier, 1e-12)
         speed = 1.0 / steps_s
         self.capability = speed / speed.mean()

@@ -173,6 +173,8 @@ def _migrate_rows(
             continue
         index = min(decoding, key=lambda i: (int(view.residents.ints[i, 3]), i))
         tokens = int(view.residents.ints[index, 2] + view.residents.ints[index, 3])
+        if tokens >= view.kv_blocks_total[best] * view.kv_block_tokens:
+            continue
         link = groups[g].outer_link
         price_s = link.alpha_s + tokens * groups[g].model.kv_bytes_per_token * link.beta_s_per_byte
         row = (
@@ -200,7 +202,7 @@ def _scale_rows(
                 everyone = np.log1p(float(view.running[h] + view.waiting[h]))
                 rows.append((command, (0.0, np.log1p(health.rebuild_s), everyone, np.log1p(pressure), 0.0)))
                 break
-    if view.is_up.sum() > 1 and health.is_parked.any():  # only where something can come back
+    if (view.is_up & ~view.is_draining).sum() > 1 and health.is_parked.any():  # only where something can come back
         weakest = int(min(np.flatnonzero(view.is_up & ~view.is_draining), key=lambda g: view.capability[g], default=-1))
         if weakest >= 0:
             everyone = np.log1p(float(view.running[weakest] + view.waiting[weakest]))

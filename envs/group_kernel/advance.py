@@ -344,7 +344,7 @@ def _admit_waiting(state, g, budget, decode0, decode1, kv0, kv1, limit_s):
             continue
         whole = kv_pool.blocks_for(state, g, row[L.SI_PROMPT] + row[L.SI_GENERATED])
         if whole > kv_pool.total_blocks(state, g, ints[L.GI_PLAN]):
-            _give_up(state, g, slot, L.RECORD_PREEMPTED_OUT, now_s)
+            _give_up(state, g, slot, L.RECORD_TOO_LARGE, now_s)
             continue
         if budget <= 0 or ints[L.GI_RUNNING] >= ints[L.GI_RUNNING_LIMIT]:
             break
@@ -421,7 +421,7 @@ def _make_room(state, g, now_s):
     alone = ints[L.GI_RUNNING] == 1
     Q.preempt(state, g, victim, now_s)
     if alone or state.slot_int[g, victim, L.SI_PREEMPTIONS] > ints[L.GI_PREEMPTION_LIMIT]:
-        _give_up(state, g, victim, L.RECORD_PREEMPTED_OUT, now_s)
+        _give_up(state, g, victim, L.RECORD_TOO_LARGE if alone else L.RECORD_PREEMPTED_OUT, now_s)
 
 
 @njit(cache=True)
