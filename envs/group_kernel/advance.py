@@ -68,6 +68,22 @@ def cut_jump(state, g, now_s):
 
 
 @njit(cache=True)
+def _observe(group, steps):
+    """Keep forgetting integrals, over busy time, of 1 and of believed / real: their ratio is the group's online correction.
+
+    Integrals, so that it does not matter into how many jumps the time was cut.
+    """
+    real_s = jump_duration_s(group, steps)
+    first_s = jump_duration_s(group, 1)
+    if first_s <= 0.0:
+        return
+    keep = math.exp(-real_s / FORGET_S)
+    seen_s = FORGET_S * (1.0 - keep)
+    group[L.GF_OBSERVED_S] = group[L.GF_OBSERVED_S] * keep + seen_s
+    group[L.GF_PREDICTED_S] = group[L.GF_PREDICTED_S] * keep + seen_s * group[L.GF_J_BELIEVED_S] / first_s
+
+
+@njit(cache=True)
 def _finish(state, g, slot, now_s):
     Q.stop_running(state, g, slot)
     return_s = state.group_float[g, L.GF_RETURN_S]
@@ -119,6 +135,36 @@ def _prefill_done(state, g, slot, now_s):
 
 
 @njit(cache=True)
+def blocks_to_grow(state, g, steps):
+    """Blocks that decoding `steps` more steps would take, by plan slot."""
+    grow0 = grow1 = 0
+    ints = state.group_int[g]
+    block_tokens = ints[L.GI_BLOCK_TOKENS]
+    entry_blocks = -(-ints[L.GI_CACHE_BLOCK_TOKENS] // block_tokens)
+    running = state.running[g]
+    slots = state.slot_int[g]
+    for place in range(ints[L.GI_RUNNING]):
+        row = slots[running[place]]
+        if row[L.SI_PHASE] == L.PHASE_DECODE:
+            wanted = _blocks_wanted(row, row[L.SI_DONE] + steps, block_tokens, entry_blocks)
+            if wanted > 0:
+                if row[L.SI_PLAN] == 0:
+                    grow0 += wanted
+                else:
+                    grow1 += wanted
+    return grow0, grow1
+
+
+@njit(cache=True)
+def _evict_for_growth(state, g, steps):
+    grow0, grow1 = blocks_to_grow(state, g, steps)
+    if grow0 > 0:
+        kv_pool.room_for(state, g, 0, grow0 + grow1)
+    if grow1 > 0:
+        kv_pool.room_for(state, g, 1, grow0 + grow1)
+
+
+@njit(cache=True)
 def commit_jump(state, g):
     """Make the planned jump real: clock, cumulated times, tokens, KV, completions."""
     ints = state.group_int[g]
@@ -131,6 +177,9 @@ def commit_jump(state, g):
     group[L.GF_CUM_HOST_S] += steps * group[L.GF_J_HOST_S]
     group[L.GF_BUSY_S] += jump_duration_s(group, steps)
     group[L.GF_CLOCK_S] = group[L.GF_JUMP_END_S]
+    _observe(group, steps)
+    if ints[L.GI_CACHE_IDLE] > 0:  # only now: a jump that was cut short must not have evicted for steps never made
+        _evict_for_growth(state, g, steps)
     ints[L.GI_JUMP_ACTIVE] = 0
     ints[L.GI_STEPS] += steps
     ints[L.GI_EVENTS] += 1
@@ -358,30 +407,9 @@ def _admit_waiting(state, g, budget, decode0, decode1, kv0, kv1, limit_s):
 
 
 @njit(cache=True)
-def _blocks_to_grow(state, g, steps):
-    """Blocks that decoding `steps` more steps would take, by plan slot."""
-    grow0 = grow1 = 0
-    ints = state.group_int[g]
-    block_tokens = ints[L.GI_BLOCK_TOKENS]
-    entry_blocks = -(-ints[L.GI_CACHE_BLOCK_TOKENS] // block_tokens)
-    running = state.running[g]
-    slots = state.slot_int[g]
-    for place in range(ints[L.GI_RUNNING]):
-        row = slots[running[place]]
-        if row[L.SI_PHASE] == L.PHASE_DECODE:
-            wanted = _blocks_wanted(row, row[L.SI_DONE] + steps, block_tokens, entry_blocks)
-            if wanted > 0:
-                if row[L.SI_PLAN] == 0:
-                    grow0 += wanted
-                else:
-                    grow1 += wanted
-    return grow0, grow1
-
-
-@njit(cache=True)
 def _kv_allows(state, g, steps):
     """Can every decoding sequence take `steps` more steps? Growth of both plans is charged at the tighter plan's free blocks."""
-    grow0, grow1 = _blocks_to_grow(state, g, steps)
+    grow0, grow1 = blocks_to_grow(state, g, steps)
     if grow0 > 0 and grow0 + grow1 > kv_pool.reachable_blocks(state, g, 0):
         return False
     return not (grow1 > 0 and grow0 + grow1 > kv_pool.reachable_blocks(state, g, 1))
@@ -425,15 +453,6 @@ def _make_room(state, g, now_s):
 
 
 @njit(cache=True)
-def _evict_for_growth(state, g, steps):
-    grow0, grow1 = _blocks_to_grow(state, g, steps)
-    if grow0 > 0:
-        kv_pool.room_for(state, g, 0, grow0 + grow1)
-    if grow1 > 0:
-        kv_pool.room_for(state, g, 1, grow0 + grow1)
-
-
-@njit(cache=True)
 def plan_jump(state, g):
     """Decide the next jump from the group's clock: admissions, chunks, number of steps, times. Leaves it idle if empty."""
     ints = state.group_int[g]
@@ -460,6 +479,10 @@ def plan_jump(state, g):
     ints[L.GI_JUMP_ACTIVE] = 1
     ints[L.GI_JUMP_STEPS] = steps
     group[L.GF_JUMP_START_S] = now_s
+    if steps > 1 and ints[L.GI_WAITING] > 0:  # who waits too long is noticed at the next step, not at the end of the jump
+        timeout_s = state.slot_float[g, state.waiting[g, 0], L.SF_ENQUEUED_S] + group[L.GF_QUEUE_TIMEOUT_S]
+        steps = min(steps, steps_done_by(group, timeout_s, steps) + 1)
+        ints[L.GI_JUMP_STEPS] = steps
     group[L.GF_JUMP_END_S] = now_s + jump_duration_s(group, steps)
 
 
@@ -485,9 +508,8 @@ def _store_times(state, g, parts):
 
 
 @njit(cache=True)
-def _observe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, decode1, sequences):
-    """Keep forgetting sums of real and believed step times: their ratio is the group's online correction."""
-    group = state.group_float[g]
+def _believe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, decode1, sequences):
+    """Store what the schedulers' model says of the planned jump's first step, for `_observe`."""
     believed = step_parts(
         g,
         state.predicted_rank_cost,
@@ -504,10 +526,7 @@ def _observe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, deco
         decode1,
         sequences,
     )
-    real_s = jump_duration_s(group, 1)
-    keep = math.exp(-min(real_s, 10.0 * FORGET_S) / FORGET_S)
-    group[L.GF_OBSERVED_S] = group[L.GF_OBSERVED_S] * keep + real_s
-    group[L.GF_PREDICTED_S] = group[L.GF_PREDICTED_S] * keep + believed[0] + believed[1] + believed[2] + believed[3]
+    state.group_float[g, L.GF_J_BELIEVED_S] = believed[0] + believed[1] + believed[2] + believed[3]
 
 
 @njit(cache=True)
@@ -530,9 +549,17 @@ def _plan_mixed_step(state, g, decode0, decode1, kv0, kv1):
             pairs1 += pairs
         if row[L.SI_DONE] + chunk >= row[L.SI_GOAL]:
             sequences += 1
-    _evict_for_growth(state, g, 1)
     _store_times(state, g, _time_step(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, 0, 0, sequences))
-    _observe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, 0, 0, sequences)
+    _believe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, 0, 0, sequences)
+
+
+@njit(cache=True)
+def _same_regime(state, g, steps, regime, decode0, decode1, kv0, kv1):
+    """Is the last of `steps` decode steps timed by the same rank, and its communication hidden or not, as the first?"""
+    last = steps - 1
+    kv0 += last * decode0
+    kv1 += last * decode1
+    return _time_step(state, g, decode0, decode1, 0.0, 0.0, kv0, kv1, decode0, decode1, decode0 + decode1)[6] == regime
 
 
 @njit(cache=True)
@@ -546,15 +573,13 @@ def _plan_decode_steps(state, g, decode0, decode1, kv0, kv1):
     steps = max(1, _steps_within_kv(state, g, steps))
     decoding = decode0 + decode1
     parts = _time_step(state, g, decode0, decode1, 0.0, 0.0, kv0, kv1, decode0, decode1, decoding)
-    while steps > 1:
-        last = steps - 1
-        end = _time_step(state, g, decode0, decode1, 0.0, 0.0, kv0 + last * decode0, kv1 + last * decode1, decode0, decode1, decoding)
-        if end[6] == parts[6]:
-            break
-        steps = (steps + 1) // 2
-    _evict_for_growth(state, g, steps)
+    if not _same_regime(state, g, steps, parts[6], decode0, decode1, kv0, kv1):
+        # doubling from 1, not halving from `steps`: where a jump ends must not tell how long its sequences will be
+        most, steps = steps, 1
+        while 2 * steps < most and _same_regime(state, g, 2 * steps, parts[6], decode0, decode1, kv0, kv1):
+            steps *= 2
     _store_times(state, g, parts)
-    _observe(state, g, decode0, decode1, 0.0, 0.0, kv0, kv1, decode0, decode1, decoding)
+    _believe(state, g, decode0, decode1, 0.0, 0.0, kv0, kv1, decode0, decode1, decoding)
     return steps
 
 

@@ -7,7 +7,7 @@ from numba import njit
 
 from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import jump_duration_s, steps_done_by
+from envs.group_kernel.advance import blocks_to_grow, jump_duration_s, steps_done_by
 
 # integer columns of `read_groups`
 (R_RUNNING, R_WAITING, R_BLOCKS_FREE, R_BLOCKS_TOTAL, R_BACKLOG_TOKENS, R_DECODE_KV, R_DECODING, R_SLOTS_FREE) = range(8)
@@ -46,7 +46,8 @@ def read_groups(state, now_s, out_int, out_float):
             oldest_s = max(oldest_s, now_s - state.slot_float[g, slot, L.SF_ENQUEUED_S])
         out_int[g, R_RUNNING] = ints[L.GI_RUNNING]
         out_int[g, R_WAITING] = ints[L.GI_WAITING]
-        out_int[g, R_BLOCKS_FREE] = kv_pool.reachable_blocks(state, g, ints[L.GI_PLAN])
+        grown0, grown1 = blocks_to_grow(state, g, done) if done > 0 else (0, 0)
+        out_int[g, R_BLOCKS_FREE] = max(0, kv_pool.reachable_blocks(state, g, ints[L.GI_PLAN]) - grown0 - grown1)
         out_int[g, R_BLOCKS_TOTAL] = kv_pool.total_blocks(state, g, ints[L.GI_PLAN])
         out_int[g, R_BACKLOG_TOKENS] = backlog
         out_int[g, R_DECODE_KV] = decode_kv
