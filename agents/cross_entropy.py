@@ -23,7 +23,7 @@ def tune_linear_score(
     rounds: int = 6,
     candidates: int = 16,
     elites: int = 4,
-    spread: float = 0.3,
+    spread: float = 0.1,
     progress: Callable[[str], None] | None = None,
 ) -> FloatArray:
     """Tune the weights of `LinearScore`.
@@ -40,7 +40,7 @@ def tune_linear_score(
         scores = np.array([score(weights, worlds) for weights in drawn])
         best = drawn[np.argsort(-scores, kind="stable")[:elites]]
         mean = 0.3 * mean + 0.7 * best.mean(axis=0)
-        deviation = 0.3 * deviation + 0.7 * (best.std(axis=0) + 0.02)
+        deviation = 0.3 * deviation + 0.7 * (best.std(axis=0) + 0.005)
         if progress is not None:
             progress(f"cross-entropy round {number + 1}/{rounds}: best {scores.max():.4f}, start {scores[0]:.4f}")
     return mean

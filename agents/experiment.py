@@ -37,9 +37,10 @@ from envs.unloaded import unloaded_times
 from envs.world_sampler import WorldSampler
 
 CEILING = "clairvoyant (unreachable)"
+REFERENCE = "net_utility"  # the strongest closed-form router on every validation set so far; it defines load 1.0
 AGENTS: tuple[str, ...] = ("route", "split", "rebalance")
 DEFAULT_PPO: dict[str, dict[str, Any]] = {
-    "route": {"total_decisions": 120_000, "n_steps": 1024, "minibatch_size": 256, "gamma_per_s": 0.8, "lambda_per_s": 0.5},
+    "route": {"total_decisions": 120_000, "n_steps": 512, "minibatch_size": 256, "gamma_per_s": 0.8, "lambda_per_s": 0.5},
     "split": {
         "total_decisions": 6_000,
         "n_steps": 128,
@@ -56,7 +57,7 @@ DEFAULT_PPO: dict[str, dict[str, Any]] = {
         "lambda_per_s": 0.95,
         "scaling_decisions": 256,
     },
-    "joint": {"total_decisions": 120_000, "n_steps": 1024, "minibatch_size": 256, "gamma_per_s": 0.9, "lambda_per_s": 0.7},
+    "joint": {"total_decisions": 120_000, "n_steps": 512, "minibatch_size": 256, "gamma_per_s": 0.9, "lambda_per_s": 0.7},
 }
 
 
@@ -136,13 +137,13 @@ class Experiment:
         """Load 1.0 by bisection on validation worlds, then the validation and test worlds at the configured loads."""
         choice = self.config.worlds
         sampler = self._window(self.config.trace.validation_s, "validation")
-        reference = Contestant("reference", "least_completion")
+        reference = Contestant("reference", REFERENCE)
 
         def worlds_at(scale: float) -> Sequence[WorldSpec]:
             return sampler.at_rate(scale).fixed(4, self._validation_seed)
 
         self.load_one = load_one(self.runner, worlds_at, reference, 1.0, 4.0)
-        self.say(f"load 1.0 = trace x {self.load_one:.2f} (least_completion keeps 95 % goodput on validation worlds)")
+        self.say(f"load 1.0 = trace x {self.load_one:.2f} ({REFERENCE} keeps 95 % goodput on validation worlds)")
         scales = tuple(load * self.load_one for load in choice.test_load)
         self.validation = replace(sampler, rate_scales=scales).fixed(self.config.compare.validation_worlds, self._validation_seed)
         test = self._window(self.config.trace.test_s, "test")
@@ -153,12 +154,12 @@ class Experiment:
         compare = self.config.compare
         self.linear = self._tune_linear()
         routers = {name: name for name in compare.routers} | {"linear_cem": self.linear}
-        contestants = [Contestant(name, text, "keep", "never") for name, text in routers.items()]
+        contestants = [Contestant(name, text) for name, text in routers.items()]
         scores = self._mean_goodput(self.validation, contestants, "routers on validation")
         self.best.scores = {name: round(score, 4) for name, score in scores.items()}
         deciding = {name: score for name, score in scores.items() if name != "what_if"}  # it costs milliseconds a decision
         self.best.route = routers[max(deciding, key=deciding.__getitem__)]
-        splitters = [Contestant(name, self.best.route, name, "never") for name in compare.splitters]
+        splitters = [Contestant(name, self.best.route, name) for name in compare.splitters]
         split_scores = self._mean_goodput(self.validation, splitters, "splits on validation")
         self.best.split = max(split_scores, key=split_scores.__getitem__)
         rebalancers = [Contestant(name, self.best.route, self.best.split, name) for name in compare.rebalancers]
@@ -175,7 +176,7 @@ class Experiment:
         overrides = DEFAULT_PPO[agent] | config.ppo.get(agent, {})
         settings = PpoSettings(**({"seed": self._ppo_seed} | overrides))
         env_settings = EnvSettings(
-            asked=asked, max_candidates=config.max_candidates, discount_per_s=settings.gamma_per_s,
+            asked=asked, max_candidates=config.max_candidates[agent], discount_per_s=settings.gamma_per_s,
             lateness_price=config.lateness_price, shaping=config.shaping,
         )  # fmt: skip
         scales = tuple(load * self.load_one for load in config.worlds.train_load)
@@ -263,7 +264,7 @@ class Experiment:
             return sampler.fixed(tune.worlds, int(rng.integers(2**32)))
 
         def score(weights: np.ndarray, worlds: Sequence[WorldSpec]) -> float:
-            return self.runner.goodput(worlds, Contestant("linear", _linear(weights), "keep", "never"))
+            return self.runner.goodput(worlds, Contestant("linear", _linear(weights)))
 
         rng = np.random.default_rng(self._tune_seed)
         weights = tune_linear_score(worlds_of, score, rng, tune.rounds, tune.candidates, progress=self.say)
@@ -292,7 +293,7 @@ class Experiment:
         return float(np.mean(shares))
 
     def _export(self, agent: str, trained: TrainedPolicy) -> Path:
-        schema = BundleSchema(agent, FEATURES, CONTEXT, OBSERVATION_VERSION, self.config.max_candidates)
+        schema = BundleSchema(agent, FEATURES, CONTEXT, OBSERVATION_VERSION, self.config.max_candidates[agent])
         directory = self.run_dir / "bundle" / agent
         directory.parent.mkdir(parents=True, exist_ok=True)
         report = export_bundle(
@@ -308,17 +309,17 @@ class Experiment:
 
     def _contestants(self, bundles: dict[str, Path]) -> list[Contestant]:
         compare, best = self.config.compare, self.best
-        rows = [Contestant(name, name, "keep", "never") for name in compare.routers]
-        rows.append(Contestant("linear_cem", self.linear, "keep", "never"))
-        rows += [Contestant(f"split:{name}", best.route, name, "never") for name in compare.splitters]
+        rows = [Contestant(name, name) for name in compare.routers]
+        rows.append(Contestant("linear_cem", self.linear))
+        rows += [Contestant(f"split:{name}", best.route, name) for name in compare.splitters]
         rows += [Contestant(f"rebalance:{name}", best.route, best.split, name) for name in compare.rebalancers]
         if compare.clairvoyant:
-            rows.append(Contestant(CEILING, "clairvoyant", "keep", "never"))
+            rows.append(Contestant(CEILING, "clairvoyant"))
         texts = {agent: f"bundle:{path}" for agent, path in bundles.items()}
         if "route" in texts:
-            rows.append(Contestant("ppo_route", texts["route"], "keep", "never"))
+            rows.append(Contestant("ppo_route", texts["route"]))
         if "split" in texts:
-            rows.append(Contestant("ppo_split", best.route, texts["split"], "never"))
+            rows.append(Contestant("ppo_split", best.route, texts["split"]))
         if "rebalance" in texts:
             rows.append(Contestant("ppo_rebalance", best.route, best.split, texts["rebalance"]))
         if {"route", "split", "rebalance"} <= set(texts):

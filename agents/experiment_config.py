@@ -60,7 +60,7 @@ class CompareChoice(BaseModel, extra="forbid"):
         "random", "round_robin", "weighted_round_robin", "shortest_queue", "power_of_two", "least_kv", "least_work_left",
         "least_completion", "least_slack", "net_utility", "prefix_affinity", "matching_score", "what_if",
     ]  # fmt: skip
-    splitters: list[str] = ["even", "compute", "bandwidth", "memory", "planner"]
+    splitters: list[str] = ["keep", "even", "compute", "bandwidth", "memory", "planner"]
     rebalancers: list[str] = ["never", "threshold", "virtual_usage"]
     clairvoyant: bool = True
     bootstrap: PositiveInt = 2000
@@ -69,13 +69,14 @@ class CompareChoice(BaseModel, extra="forbid"):
 class TuneChoice(BaseModel, extra="forbid"):
     """Cross-entropy tuning of the linear score."""
 
-    rounds: PositiveInt = 6
-    candidates: PositiveInt = 14
+    rounds: PositiveInt = 8
+    candidates: PositiveInt = 16
     worlds: PositiveInt = 3
 
 
 class ExperimentConfig(BaseModel, extra="forbid"):
-    """The whole experiment; `ppo` overrides fields of `PpoSettings` per agent (route, split, rebalance, joint)."""
+    """The whole experiment; `ppo` overrides fields of `PpoSettings` per agent (route, split, rebalance, joint);
+    `max_candidates` is the padded size of each agent's decisions (a router needs its groups + 2)."""
 
     name: str = "default"
     seed: int = Field(1, ge=0)
@@ -83,11 +84,11 @@ class ExperimentConfig(BaseModel, extra="forbid"):
     worlds: WorldChoice = WorldChoice()
     compare: CompareChoice = CompareChoice()
     tune: TuneChoice = TuneChoice()
-    max_candidates: PositiveInt = 40
+    max_candidates: dict[str, PositiveInt] = {"route": 16, "split": 40, "rebalance": 40, "joint": 40}
     discount_per_s: float = Field(0.8, gt=0, le=1)
     lateness_price: float = Field(0.05, ge=0)
     shaping: float = Field(1.0, ge=0)
-    training_environments: PositiveInt = 2
+    training_environments: PositiveInt = 6
     ppo: dict[str, dict[str, Any]] = {}
 
     def world_options(self) -> WorldOptions:

@@ -233,17 +233,6 @@ def _with_collectives_and_step(
     if entry.all_reduce_gpu:
         all_reduce, found, reduce_rows = fit_all_reduce(data, entry.all_reduce_gpu, rng)
         errors |= found
-<<<<<<< HEAD
-        provenance["all_reduce"] = _provenance(
-            "aiconfigurator", reduce_rows, f"{entry.all_reduce_gpu} custom all-reduce, {entry.all_reduce_link}"
-        )
-    cross_node: tuple[tuple[float, float, float, float], ...] = ()
-    if entry.network:
-        cross_node, found = fit_cross_node(data, entry.network, rng)
-        errors |= found
-        provenance["all_reduce_cross_node"] = _provenance(
-            "vidur", int(found["all_reduce_cross_node"]["rows"] * 3), f"{entry.network}, NCCL"
-=======
         what = f"{entry.all_reduce_gpu} custom all-reduce, {entry.all_reduce_link}"
         provenance["all_reduce"] = _provenance("aiconfigurator", reduce_rows, what)
     cross_node: CrossNode = ()
@@ -253,7 +242,6 @@ def _with_collectives_and_step(
         held = int(found["all_reduce_cross_node"]["rows"])
         provenance["all_reduce_cross_node"] = _provenance(
             "vidur", held, f"held out of {entry.network}, NCCL, twice as many fitted"
->>>>>>> perf
         )
     kernels = replace(fitted.kernels, all_reduce={ranks: row[:2] for ranks, row in all_reduce.items()})
     eager: EagerFit | None = None

@@ -90,19 +90,17 @@ class GemmFit:
 def roofline_s(gemms: LayerGemms, peaks: Peaks, compute_efficiency: float, memory_efficiency: float) -> FloatArray:
     """max(FLOP bound, weight-reading bound) of every op, shape (rows, ops)."""
     weight_bytes = NUMBER_BYTES * gemms.flop / (2.0 * gemms.tokens[:, None])
-    return np.maximum(gemms.flop / (peaks.flop_per_s * compute_efficiency), weight_bytes / (peaks.memory_bytes_per_s * memory_efficiency))
+    return np.maximum(
+        gemms.flop / (peaks.flop_per_s * compute_efficiency), weight_bytes / (peaks.memory_bytes_per_s * memory_efficiency)
+    )
 
 
 def fit_gemm(
-<<<<<<< HEAD
-    gemms: LayerGemms, peaks: Peaks, rows_max: int = 6000, overhead_us_max: float = OVERHEAD_US_MAX, rng: np.random.Generator | None = None
-=======
     gemms: LayerGemms,
     peaks: Peaks,
     rows_max: int = 6000,
     overhead_us_max: float = OVERHEAD_US_MAX,
     rng: np.random.Generator | None = None,
->>>>>>> perf
 ) -> GemmFit:
     """Robust log-error fit of efficiencies and overhead per op, then the residual table on the sums of each row."""
     fitted = gemms
@@ -115,15 +113,11 @@ def fit_gemm(
         return np.asarray((np.log(predicted) - log_measured).ravel())
 
     solved = least_squares(
-<<<<<<< HEAD
-        errors, x0=[0.65, 0.8, 0.5 * overhead_us_max], bounds=([0.05, 0.05, 0.0], [1.15, 1.1, overhead_us_max]), loss="soft_l1", f_scale=0.1
-=======
         errors,
         x0=[0.65, 0.8, 0.5 * overhead_us_max],
         bounds=([0.05, 0.05, 0.0], [1.15, 1.1, overhead_us_max]),
         loss="soft_l1",
         f_scale=0.1,
->>>>>>> perf
     )
     compute, memory, overhead_us = (float(value) for value in solved.x)
     overhead_s = round(overhead_us * 1e-6, 9)

@@ -100,13 +100,6 @@ def vidur_layer_gemms(data: Path, gpu: str) -> LayerGemms:
     parts = []
     for path in sorted((data / "vidur" / "compute" / gpu).glob("**/mlp.csv.gz")):
         table = pd.read_csv(path)
-<<<<<<< HEAD
-        for key, rows in table.groupby(
-            ["n_head", "n_kv_head", "n_embd", "n_expanded_embd", "use_gated_mlp", "num_tensor_parallel_workers"]
-        ):
-            heads, kv_heads, hidden, mlp, gated, tp = (int(value) for value in key)
-            shapes = layer_shapes(hidden, heads, kv_heads, hidden // heads, mlp, bool(gated), tp)
-=======
         for _, rows in table.groupby("num_tensor_parallel_workers"):
             first = rows.iloc[0]
             columns = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "use_gated_mlp")
@@ -114,7 +107,6 @@ def vidur_layer_gemms(data: Path, gpu: str) -> LayerGemms:
             shapes = layer_shapes(
                 hidden, heads, kv_heads, hidden // heads, mlp, bool(gated), int(rows["num_tensor_parallel_workers"].iloc[0])
             )
->>>>>>> perf
             m = rows["num_tokens"].to_numpy(float)[:, None]
             n, k = (np.array(column, float)[None, :] for column in zip(*shapes, strict=True))
             flop, moved = gemm_work(m, n, k)
@@ -164,15 +156,7 @@ def llmservingsim_models(data: Path, hardware: str) -> list[tuple[str, int, Path
     return found
 
 
-<<<<<<< HEAD
-LLMSERVINGSIM_DIMS = {
-    "Llama-3.1-8B": (4096, 32, 8, 128),
-    "Qwen3-32B": (5120, 64, 8, 128),
-    "Qwen3-30B-A3B-Instruct-2507": (2048, 32, 4, 128),
-}
-=======
 LLMSERVINGSIM_DIMS = {"Llama-3.1-8B": (4096, 32, 8, 128), "Qwen3-32B": (5120, 64, 8, 128)}
->>>>>>> perf
 """hidden, query heads, KV heads, head_dim of the profiled models (their public config.json)."""
 
 

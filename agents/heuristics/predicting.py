@@ -87,11 +87,11 @@ class LinearScore:
 
     @staticmethod
     def start() -> FloatArray:
-        """Weights to tune from: net utility, then completion."""
+        """Weights to tune from: those of `NetUtility`."""
         names = LinearScore.features()
         weights = np.zeros(len(names))
         weights[names.index("net_utility")] = 1.0
-        weights[names.index("log_completion_s")] = -0.2
+        weights[names.index("log_completion_s")] = -0.02
         return weights
 
     def choose(self, point: DecisionPoint) -> int:

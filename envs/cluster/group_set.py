@@ -63,6 +63,7 @@ class GroupSet:
         slots = cluster.limits.max_running + cluster.limits.queue_limit
         self.state = L.allocate(count, self.ranks_max, slots, prefix_offset, prefix_ids)
         self.plans: list[SplitPlan] = []
+        self.slot_plans: list[list[SplitPlan]] = []  # of each group, the plan in each of its two plan slots
         self.corners = np.full(count, split_planner.CORNERS.index(options.start_corner), np.int64)
         self.health = [GroupHealth(np.zeros(len(group.ranks), np.int64)) for group in self.groups]
         self.interference = np.ones(count)
@@ -74,6 +75,7 @@ class GroupSet:
             self.health[g].slow_memory = np.ones(len(group.ranks))
             self.state.group_int[g, L.GI_UP] = 0 if cluster.parked[g] else 1
             self.plans.append(self.plan_for(g, options.start_corner))
+            self.slot_plans.append([self.plans[g]] * 2)
             self._write_group(g)
             self.write_plan(g, 0, self.plans[g])
             self._fit_memory(g)
@@ -122,6 +124,7 @@ class GroupSet:
     def write_plan(self, g: int, slot: int, plan: SplitPlan) -> None:
         """Put `plan`'s coefficients and KV block sizes into plan slot `slot` of group `g`."""
         group = self.groups[g]
+        self.slot_plans[g][slot] = plan
         ranks = len(group.ranks)
         true_rows = group_cost.rank_cost_rows(group, plan, with_residuals=self.options.use_residual_tables)
         believed = group_cost.rank_cost_rows(group, plan)

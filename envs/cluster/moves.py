@@ -9,7 +9,7 @@ import numpy as np
 
 from envs.cluster import fault_process
 from envs.decision import split_planner
-from envs.decision.move_candidates import DeclaredHealth, current_mix, fallback_plan
+from envs.decision.move_candidates import DeclaredHealth, fallback_plan, planned_split, switch_price_s
 from envs.domain.commands import Command, CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.group_kernel import layout as L
@@ -64,7 +64,15 @@ class Moves:
             speed_factors=tuple(speeds),
             cold_start_s=self._cluster.options.cold_start_s,
             rebuild_s=self._cluster.options.rebuild_s,
+            overlaps=tuple(groups.overlap(g) for g in range(len(groups.groups))),
+            older=tuple(self._older(g) for g in range(len(groups.groups))),
         )
+
+    def _older(self, g: int) -> tuple[SplitPlan, int]:
+        """The plan in the other plan slot of group `g` and the KV tokens of the residents that still use it."""
+        groups, state = self._cluster.groups, self._cluster.state
+        other = 1 - int(state.group_int[g, L.GI_PLAN])
+        return groups.slot_plans[g][other], int(state.group_int[g, L.GI_USED_BLOCKS0 + other]) * groups.limits.kv_block_tokens
 
     def tick(self) -> None:
         """Park groups that have drained."""
@@ -89,22 +97,21 @@ class Moves:
     def _set_split(self, command: Command) -> None:
         g = command.group_index
         corner = split_planner.CORNERS[command.argument]
-        self._switch(g, self._plan_now(g, corner), command.argument)
+        plan = self._plan_now(g, corner)
+        if plan is None:
+            return  # listed by somebody else: no such plan exists now
+        self._switch(g, plan, command.argument)
         self._cluster.put_back_misfits(g)
 
-    def _plan_now(self, g: int, corner: str) -> SplitPlan:
+    def _plan_now(self, g: int, corner: str) -> SplitPlan | None:
         """The plan that the candidate list has priced: for the present mix and the measured speeds."""
         factors = self.declared_health().speed_factors[g]
-        mix = current_mix(self._cluster.view(), g)
-        return split_planner.corner_plan(self._cluster.groups.groups[g], corner, mix, speed_factors=factors)
+        return planned_split(self._cluster.view(), g, self._cluster.groups.groups[g], corner, factors)
 
     def _switch(self, g: int, plan: SplitPlan, corner: int) -> None:
         """New requests get `plan`. Before a third plan lives, the oldest's requests move their KV; both moves are paid."""
         groups, state = self._cluster.groups, self._cluster.state
-        oldest = 1 - int(state.group_int[g, L.GI_PLAN])
-        kv_tokens = int(state.group_int[g, L.GI_USED_BLOCKS0 + oldest]) * groups.limits.kv_block_tokens
-        overlap = groups.overlap(g)
-        price = split_planner.resplit_price(groups.groups[g], groups.plans[g], plan, overlap, kv_tokens=kv_tokens)
+        price_s = switch_price_s(groups.groups[g], groups.plans[g], plan, groups.overlap(g), self._older(g))
         current = int(state.group_int[g, L.GI_PLAN])
         other = 1 - current
         if state.group_int[g, L.GI_USED_BLOCKS0 + other] > 0:
@@ -112,7 +119,7 @@ class Moves:
                 state.slot_int[g, slot, L.SI_PLAN] = current
             state.group_int[g, L.GI_USED_BLOCKS0 + current] += state.group_int[g, L.GI_USED_BLOCKS0 + other]
             state.group_int[g, L.GI_USED_BLOCKS0 + other] = 0
-        self._pause(g, price.transfer_s)
+        self._pause(g, price_s)
         flush_idle(state, g)
         groups.switch_plan(g, plan, corner)
 
@@ -203,7 +210,9 @@ class Moves:
 
     def _restore(self, command: Command) -> None:
         groups, g = self._cluster.groups, command.group_index
-        fault_process.restart(self._cluster, g, groups.groups[g], self._plan_now(g, "planner"))
+        plan = self._plan_now(g, "planner")
+        if plan is not None:
+            fault_process.restart(self._cluster, g, groups.groups[g], plan)
 
     def _regroup(self, command: Command) -> None:
         """The parked donor's ranks join the target; the donor is gone for good."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from envs.decision import predictor as P
 from envs.decision import split_planner
 from envs.decision.actions import MOVE_COLUMNS
+from envs.decision.split_cost import DEFAULT_TERMS
 from envs.domain.commands import Command, CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.domain.requests import Request
@@ -28,13 +30,17 @@ SPLIT_CANDIDATES = ("compute", "bandwidth", "memory", "planner")
 @dataclass(frozen=True, slots=True, eq=False)
 class DeclaredHealth:
     """What the control plane knows of the groups: parked, draining; speed_factors[g] (ranks,) is measured speed over
-    declared speed, 0 for a lost rank. cold_start_s and rebuild_s are prices in seconds."""
+    declared speed, 0 for a lost rank. cold_start_s and rebuild_s are prices in seconds. overlaps[g]: what the ranks hold
+    beyond their shares, by default the usual window; older[g]: the plan that residents of the plan before the present one
+    still use and their KV tokens, which must move before a third plan lives, by default none."""
 
     is_parked: BoolArray
     is_draining: BoolArray
     speed_factors: tuple[FloatArray, ...]
     cold_start_s: float
     rebuild_s: float
+    overlaps: tuple[Overlap, ...] = ()
+    older: tuple[tuple[SplitPlan, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +66,60 @@ def current_mix(view: ClusterSnapshot, g: int) -> split_planner.StepMix:
     if everyone == 0:
         return IDLE_MIX
     kv_tokens = int(view.decode_kv_tokens[g] + view.prefill_backlog_tokens[g])
-    return split_planner.StepMix(decode_sequences=everyone, kv_tokens=kv_tokens)
+    return split_planner.StepMix(decode_sequences=_coarse(everyone), kv_tokens=_coarse(kv_tokens))
+
+
+def _coarse(value: float) -> float:
+    """Nearest power of the square root of two: forecasts are no more precise, and equal ones share their plan."""
+    return float(round(2.0 ** (round(2.0 * np.log2(value)) / 2.0))) if value >= 1 else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _planned(
+    group: TpGroup, corner: str, mix: split_planner.StepMix, factors: tuple[float, ...]
+) -> tuple[SplitPlan, float] | None:
+    """Plan of a corner and its predicted step; None when it is infeasible. Cached: the planner takes milliseconds."""
+    speeds = np.array(factors)
+    try:
+        plan = split_planner.corner_plan(group, corner, mix, speed_factors=speeds)
+    except split_planner.InfeasibleSplit:
+        return None
+    return plan, split_planner.step_cost_s(group, plan, mix, speed_factors=speeds)
+
+
+@lru_cache(maxsize=4096)
+def _step_s(group: TpGroup, plan: SplitPlan, mix: split_planner.StepMix, factors: tuple[float, ...]) -> float:
+    return split_planner.step_cost_s(group, plan, mix, speed_factors=np.array(factors))
+
+
+@lru_cache(maxsize=4096)
+def _weights_price(group: TpGroup, old: SplitPlan, new: SplitPlan, overlap: Overlap) -> split_planner.ResplitPrice:
+    return split_planner.resplit_price(group, old, new, overlap)
+
+
+def planned_split(view: ClusterSnapshot, g: int, group: TpGroup, corner: str, factors: FloatArray) -> SplitPlan | None:
+    """The plan that a SET_SPLIT of group `g` toward `corner` means now; None when it is infeasible. Listing and carrying
+    out both ask here, so that what is done is what was priced."""
+    found = _planned(group, corner, current_mix(view, g), _rounded(factors))
+    return None if found is None else found[0]
+
+
+def switch_price_s(
+    group: TpGroup, plan: SplitPlan, new: SplitPlan, overlap: Overlap, older: tuple[SplitPlan, int] | None = None
+) -> float:
+    """Seconds that going from `plan` to `new` stops the group: weights beyond the overlap, and the KV of residents of the
+    `older` plan (plan, KV tokens), which moves to `plan` before a third one lives."""
+    price = _weights_price(group, plan, new, overlap)
+    if older is None or older[1] == 0:
+        return price.transfer_s
+    received = price.weight_bytes + split_planner.resplit_price(group, older[0], plan, kv_tokens=older[1]).kv_bytes
+    alpha_s, beta_s_per_byte = DEFAULT_TERMS.link(group)
+    return float(np.where(received > 0, alpha_s + received * beta_s_per_byte, 0.0).max())
+
+
+def _rounded(factors: FloatArray) -> tuple[float, ...]:
+    """Measured speed factors in steps of 5 %, never rounded to a loss."""
+    return tuple(0.0 if value <= 0 else max(0.05, round(value * 20.0) / 20.0) for value in factors)
 
 
 def split_candidates(
@@ -76,22 +135,21 @@ def split_candidates(
         if len(group.ranks) < 2 or not view.is_up[g]:
             continue
         mix = current_mix(view, g)
-        factors = health.speed_factors[g]
-        before_s = split_planner.step_cost_s(group, plan, mix, speed_factors=factors)
+        factors = _rounded(health.speed_factors[g])
+        before_s = _step_s(group, plan, mix, factors)
         seen = {(plan.query_heads, plan.mlp_blocks)}
         for corner in SPLIT_CANDIDATES:
-            try:
-                other = split_planner.corner_plan(group, corner, mix, speed_factors=factors)
-            except split_planner.InfeasibleSplit:
+            found = _planned(group, corner, mix, factors)
+            if found is None or (found[0].query_heads, found[0].mlp_blocks) in seen:
                 continue
-            if (other.query_heads, other.mlp_blocks) in seen:
-                continue
+            other, after_s = found
             seen.add((other.query_heads, other.mlp_blocks))
-            after_s = split_planner.step_cost_s(group, other, mix, speed_factors=factors)
-            price = split_planner.resplit_price(group, plan, other, overlap_of(group, plan))
             command = Command(CommandKind.SET_SPLIT, g, argument=split_planner.CORNERS.index(corner))
             everyone = float(view.running[g] + view.waiting[g])
-            rows.append((command, (_gain(before_s, after_s), np.log1p(price.transfer_s), np.log1p(everyone), 0.0, 0.0)))
+            overlap = health.overlaps[g] if health.overlaps else overlap_of(group, plan)
+            price_s = switch_price_s(group, plan, other, overlap, health.older[g] if health.older else None)
+            row = (_gain(before_s, after_s), np.log1p(price_s), np.log1p(everyone), 0.0, 0.0)
+            rows.append((command, row))
     return _collect(rows)
 
 
@@ -149,7 +207,7 @@ def rebalance_candidates(
 
 
 def _requeue_rows(view: ClusterSnapshot, typical: FloatArray, best: int) -> list[tuple[Command, tuple[float, ...]]]:
-    rows = []
+    rows: list[tuple[Command, tuple[float, ...]]] = []
     for g in np.flatnonzero((view.waiting > 0) & view.is_up):
         if g == best:
             continue
@@ -164,7 +222,7 @@ def _migrate_rows(
     view: ClusterSnapshot, groups: Sequence[TpGroup], typical: FloatArray, best: int
 ) -> list[tuple[Command, tuple[float, ...]]]:
     """The newest running request of each loaded group: it has the most left to gain and the least KV to move."""
-    rows = []
+    rows: list[tuple[Command, tuple[float, ...]]] = []
     load = typical[:, P.E_STEP_S] * view.is_up
     for g in np.argsort(-load, kind="stable")[:MIGRATIONS_MAX]:
         first, last = view.residents.offset[g], view.residents.offset[g + 1]
@@ -175,8 +233,9 @@ def _migrate_rows(
         tokens = int(view.residents.ints[index, 2] + view.residents.ints[index, 3])
         if tokens >= view.kv_blocks_total[best] * view.kv_block_tokens:
             continue
-        link = groups[g].outer_link
-        price_s = link.alpha_s + tokens * groups[g].model.kv_bytes_per_token * link.beta_s_per_byte
+        group = groups[int(g)]
+        link = group.outer_link
+        price_s = link.alpha_s + tokens * group.model.kv_bytes_per_token * link.beta_s_per_byte
         row = (
             _gain(typical[g, P.E_STEP_S], typical[best, P.E_STEP_AFTER_S]),
             np.log1p(price_s),
@@ -197,7 +256,7 @@ def _scale_rows(
         price = np.log1p(health.cold_start_s)
         rows.append((Command(CommandKind.SCALE_OUT, int(g)), (0.0, price, 0.0, np.log1p(pressure), view.capability[g])))
         for h in np.flatnonzero(view.is_up):
-            if len(groups[h].ranks) + len(groups[g].ranks) <= view.rank_busy_fraction.shape[1]:
+            if len(groups[int(h)].ranks) + len(groups[int(g)].ranks) <= view.rank_busy_fraction.shape[1]:
                 command = Command(CommandKind.REGROUP, int(g), int(h))
                 everyone = np.log1p(float(view.running[h] + view.waiting[h]))
                 rows.append((command, (0.0, np.log1p(health.rebuild_s), everyone, np.log1p(pressure), 0.0)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import os
 import tempfile
 from collections.abc import Iterator
@@ -41,8 +42,6 @@ def whole_file(path: Path, overwrite: bool = False) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def whole_text_file(path: Path, overwrite: bool = False) -> Iterator[IO[str]]:
     """The same for UTF-8 text; a name that ends in .gz or .zst is compressed."""
-    import io
-
     with whole_file(path, overwrite) as raw:
         if path.suffix == ".gz":  # no time in the header, so equal rows give equal bytes
             with gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed, io.TextIOWrapper(packed, "utf-8") as text:
@@ -56,7 +55,6 @@ def whole_text_file(path: Path, overwrite: bool = False) -> Iterator[IO[str]]:
             ):
                 yield text
         else:
-            with io.TextIOWrapper(raw, "utf-8") as text:
-                yield text
-                text.flush()
-                text.detach()
+            text = io.TextIOWrapper(raw, "utf-8")
+            yield text
+            text.detach()  # flushes, and leaves closing to whole_file

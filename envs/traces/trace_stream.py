@@ -145,7 +145,7 @@ def recognise(file: TraceFile, options: ReadOptions | None = None) -> Reader:
         if READERS["weka"].recognise(inner.head()):
             return READERS["weka"]
     head = file.head()
-    if options is not None and {"prompt", "output"} <= set(options.columns):
+    if options is not None and options.columns:
         return READERS["columns"]
     for reader in READERS.values():
         if reader.recognise(head):

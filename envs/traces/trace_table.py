@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -196,75 +199,85 @@ def mix(tables: Sequence[TraceTable], source: str | None = None) -> TraceTable:
     return replace(joined.take(order), arrival_s=arrival_s[order])
 
 
+class _Columns:
+    """Growing columns; `add` takes rows by the thousand, since a column at a time is three times as fast as a row."""
+
+    def __init__(self) -> None:
+        self.arrival, self.offsets, self.ids = array("d"), array("q", [0]), array("q")
+        self.prompt, self.output, self.limit, self.session = array("i"), array("i"), array("i"), array("i")
+        self.classes, self.priority = array("b"), array("h")
+        self.names: dict[str, int] = {}
+        self.blocks: dict[int, int] = {}
+        self.block_sizes: set[int] = set()
+        self.unknown_classes: Counter[str] = Counter()
+
+    def add(self, rows: list[TraceRow], default_class: int) -> None:
+        """Append rows; those without a known class count as `default_class`."""
+        self.arrival.extend([row.arrival_s for row in rows])
+        self.prompt.extend([row.prompt_tokens for row in rows])
+        self.output.extend([row.output_tokens for row in rows])
+        self.limit.extend([row.output_limit_tokens or NO_LIMIT for row in rows])
+        self.priority.extend([NO_PRIORITY if row.priority is None else max(-1, min(row.priority, 32767)) for row in rows])
+        labels = [row.service_class for row in rows]
+        self.classes.extend([default_class if label is None else CLASS_INDEX.get(label, default_class) for label in labels])
+        self.unknown_classes.update(label for label in labels if label is not None and label not in CLASS_INDEX)
+        names, blocks, offsets = self.names, self.blocks, self.offsets
+        self.session.extend([NO_SESSION if row.session is None else names.setdefault(row.session, len(names)) for row in rows])
+        for row in rows:
+            if row.prefix_blocks:
+                self.block_sizes.add(row.block_tokens)
+                self.ids.extend([blocks.setdefault(block, len(blocks)) for block in row.prefix_blocks])
+            offsets.append(len(self.ids))
+
+
+_ROWS_AT_ONCE = 4096
+
+
 def table_of_rows(rows: Iterable[TraceRow], source: str, report: ReadReport | None = None, synthetic: bool = False) -> TraceTable:
     """Collect rows into a table: sorted stably, shifted so that no arrival is below 0; memory is the columns' own.
 
     Class: the row's label where it is one of SERVICE_CLASSES, else the report's default (counted in its notes).
     """
-    arrival, offsets, ids = array("d"), array("q", [0]), array("q")
-    prompt, output, limit, session = array("i"), array("i"), array("i"), array("i")
-    classes, priority = array("b"), array("h")
-    names: dict[str, int] = {}
-    blocks: dict[int, int] = {}
-    sizes: set[int] = set()
-    default_class = 0
-    unknown: dict[str, int] = {}
-    for row in rows:
-        if len(offsets) == 1 and report is not None:  # known once the reader has looked at the file
-            default_class, synthetic = CLASS_INDEX.get(report.default_class, 0), synthetic or report.synthetic
-        arrival.append(row.arrival_s)
-        prompt.append(row.prompt_tokens)
-        output.append(row.output_tokens)
-        limit.append(row.output_limit_tokens or NO_LIMIT)
-        priority.append(NO_PRIORITY if row.priority is None else max(-1, min(row.priority, 32767)))
-        label = row.service_class
-        if label is not None and label not in CLASS_INDEX:
-            unknown[label] = unknown.get(label, 0) + 1
-        classes.append(default_class if label is None else CLASS_INDEX.get(label, default_class))
-        session.append(NO_SESSION if row.session is None else names.setdefault(row.session, len(names)))
-        if row.prefix_blocks:
-            sizes.add(row.block_tokens)
-            ids.extend([blocks.setdefault(block, len(blocks)) for block in row.prefix_blocks])
-        offsets.append(len(ids))
-    if len(sizes) > 1:
-        raise TraceError(f"{source}: prefix blocks of several sizes ({sorted(sizes)} tokens) in one trace; convert them apart")
-    for label, count in unknown.items():
-        if report is not None:
-            report.note(f"class {label!r} of {count} rows is none of {', '.join(CLASS_INDEX)}; they count as {report.default_class}")
-    return _sorted_table(
-        (arrival, prompt, output, limit, priority, classes, session, offsets, ids), tuple(names), sizes, source, report, synthetic
-    )
+    columns = _Columns()
+    stream = iter(rows)
+    while chunk := list(islice(stream, _ROWS_AT_ONCE)):
+        # The report knows its default class once the reader has looked at the file, that is, from the first row on.
+        columns.add(chunk, CLASS_INDEX.get(report.default_class, 0) if report else 0)
+    if len(columns.block_sizes) > 1:
+        sizes = sorted(columns.block_sizes)
+        raise TraceError(f"{source}: prefix blocks of several sizes ({sizes} tokens) in one trace; convert them apart")
+    if report is not None:
+        synthetic = synthetic or report.synthetic
+        for label, count in columns.unknown_classes.items():
+            known = ", ".join(CLASS_INDEX)
+            report.note(f"class {label!r} of {count} rows is none of {known}; they count as {report.default_class}")
+    return _sorted_table(columns, source, report, synthetic)
 
 
-def _sorted_table(
-    columns: tuple[array[float] | array[int], ...],
-    names: tuple[str, ...],
-    sizes: set[int],
-    source: str,
-    report: ReadReport | None,
-    synthetic: bool,
-) -> TraceTable:
-    kinds = (np.float64, np.int32, np.int32, np.int32, np.int16, np.int8, np.int32, np.int64, np.int64)
-    arrival_s, prompt, output, limit, priority, classes, session, offsets, ids = (
-        np.frombuffer(column, dtype=kind) if len(column) else np.empty(0, kind) for column, kind in zip(columns, kinds, strict=True)
-    )
+def _sorted_table(columns: _Columns, source: str, report: ReadReport | None, synthetic: bool) -> TraceTable:
+    arrival_s = _as_array(columns.arrival, np.float64)
     order = np.argsort(arrival_s, kind="stable")
     is_sorted = bool(np.all(np.diff(arrival_s) >= 0))
     shift_s = min(0.0, float(arrival_s[order[0]])) if order.size else 0.0
     table = TraceTable(
         arrival_s=arrival_s - shift_s if is_sorted else np.zeros(arrival_s.size),
-        prompt_tokens=prompt,
-        output_tokens=output,
-        class_index=classes,
-        session=session,
-        session_names=names,
-        priority=priority,
-        output_limit_tokens=limit,
-        prefix_offsets=offsets,
-        prefix_ids=ids,
-        block_tokens=sizes.pop() if sizes else 0,
+        prompt_tokens=_as_array(columns.prompt, np.int32),
+        output_tokens=_as_array(columns.output, np.int32),
+        class_index=_as_array(columns.classes, np.int8),
+        session=_as_array(columns.session, np.int32),
+        session_names=tuple(columns.names),
+        priority=_as_array(columns.priority, np.int16),
+        output_limit_tokens=_as_array(columns.limit, np.int32),
+        prefix_offsets=_as_array(columns.offsets, np.int64),
+        prefix_ids=_as_array(columns.ids, np.int64),
+        block_tokens=max(columns.block_sizes, default=0),
         source=source,
         synthetic=synthetic,
         report=report,
     )
     return table if is_sorted else replace(table.take(order), arrival_s=arrival_s[order] - shift_s)
+
+
+def _as_array(column: array[Any], kind: type[np.generic]) -> npt.NDArray[Any]:
+    """The column's own memory as a numpy array."""
+    return np.frombuffer(column, dtype=kind) if len(column) else np.empty(0, kind)

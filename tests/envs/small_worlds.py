@@ -37,9 +37,7 @@ def cluster(limits: ClusterLimits = LIMITS, copies: int = 1) -> ClusterSpec:
     return replace(_unlike(), groups=tuple(groups), parked=(False, False, True) * copies, limits=limits, faults=())
 
 
-def trace(
-    arrivals_s, prompts, outputs, classes=0, limits=0, prefixes: list[list[int]] | None = None, block_tokens: int = 0
-) -> TraceTable:
+def trace(arrivals_s, prompts, outputs, classes=0, limits=0, prefixes: list[list[int]] | None = None, block_tokens: int = 0) -> TraceTable:
     """A trace of given columns; scalars are repeated."""
     n = len(arrivals_s)
     full = lambda values, dtype: np.broadcast_to(np.asarray(values), (n,)).astype(dtype)  # noqa: E731

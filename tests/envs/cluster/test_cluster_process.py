@@ -34,7 +34,9 @@ def chaos_world(seed: int, with_faults: bool = True, kv_blocks: int | None = Non
     return replace(made, fault_rates=MANY_FAULTS if with_faults else None)
 
 
-@pytest.mark.parametrize("seed, with_faults, kv_blocks", [(0, False, None), (1, True, None), (2, True, 400), (3, True, 500), (5, True, 330)])
+@pytest.mark.parametrize(
+    "seed, with_faults, kv_blocks", [(0, False, None), (1, True, None), (2, True, 400), (3, True, 500), (5, True, 330)]
+)
 def test_everything_is_conserved_under_random_legal_moves(seed, with_faults, kv_blocks):
     """Random legal answers to all three kinds of decision, moves forced at four ticks of five, faults of every kind:
     requests in = ended + inside and KV is conserved at every third decision; parts of completed requests are >= 0 and
@@ -220,7 +222,10 @@ def test_an_early_end_leaves_the_rest_unfinished():
 def test_failed_requests_keep_their_attempts_and_stamps():
     """Both groups are lost while requests run: who fails for good shows how often it was tried and when it began."""
     faults = tuple(FaultEvent(FaultKind.LOST_GROUP, at, 500.0, g) for g, at in ((W.PAIR, 2.0), (W.SOLO, 8.0)))
-    out = play(world(W.trace(np.linspace(0, 1.5, 8), 200, 4000), W.cluster(replace(LIMITS, context_tokens=8192)), faults=faults), {"route": Shortest()}).outcomes
+    out = play(
+        world(W.trace(np.linspace(0, 1.5, 8), 200, 4000), W.cluster(replace(LIMITS, context_tokens=8192)), faults=faults),
+        {"route": Shortest()},
+    ).outcomes
     failed = out.kind == OutcomeKind.FAILED
     assert failed.any()
     assert out.attempts[failed].max() >= 2

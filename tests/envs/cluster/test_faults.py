@@ -24,7 +24,15 @@ def run_with(faults, table=LONG, router=None, **options):
 
     def see(process, point):
         health = process.groups.health[W.PAIR]
-        seen.append((point.view.now_s, bool(point.view.is_up[W.PAIR]), bool(point.view.accepts[W.PAIR]), health.is_lost, int(point.view.breaker_state[W.PAIR])))
+        seen.append(
+            (
+                point.view.now_s,
+                bool(point.view.is_up[W.PAIR]),
+                bool(point.view.accepts[W.PAIR]),
+                health.is_lost,
+                int(point.view.breaker_state[W.PAIR]),
+            )
+        )
 
     options = dict(cold_start_s=3.0, rebuild_s=0.5, drain_s=60.0) | options
     process = play(world(table, faults=faults, **options), {"route": router or Shortest()}, check_every=1, on_point=see)
@@ -134,7 +142,14 @@ def test_slow_faults_slow_the_group_and_end():
 
 
 def test_a_group_drained_during_its_outage_stays_parked():
-    process = ClusterProcess(world(W.trace(np.arange(60) * 0.5, 64, 5), faults=(FaultEvent(FaultKind.LOST_RANK, 2.0, 5.0, W.PAIR, 0),), cold_start_s=1.0, control_tick_s=1.0))
+    process = ClusterProcess(
+        world(
+            W.trace(np.arange(60) * 0.5, 64, 5),
+            faults=(FaultEvent(FaultKind.LOST_RANK, 2.0, 5.0, W.PAIR, 0),),
+            cold_start_s=1.0,
+            control_tick_s=1.0,
+        )
+    )
     ordered = False
     while (point := process.next_decision()) is not None:
         if process.env.now > 4.0 and not ordered:

@@ -264,7 +264,9 @@ def test_the_last_open_group_is_never_offered_for_scale_in():
     stage.to(1.0)
     stage.order(CommandKind.SCALE_IN, W.SOLO)
     process = stage.process
-    found = rebalance_candidates(process.view(), process.groups.groups, process.groups.plans, process.tables, process.moves.declared_health())
+    found = rebalance_candidates(
+        process.view(), process.groups.groups, process.groups.plans, process.tables, process.moves.declared_health()
+    )
     assert CommandKind.SCALE_IN not in {command.kind for command in found.commands}
 
 
@@ -296,7 +298,9 @@ def test_regroup_gives_the_spares_ranks_away_for_good():
     assert len(process.groups.groups[W.SOLO].ranks) == 2
     stage.answer()
     stage.to(4.0)
-    found = rebalance_candidates(process.view(), process.groups.groups, process.groups.plans, process.tables, process.moves.declared_health())
+    found = rebalance_candidates(
+        process.view(), process.groups.groups, process.groups.plans, process.tables, process.moves.declared_health()
+    )
     assert all(command.group_index != W.SPARE for command in found.commands)
     stage.order(CommandKind.REGROUP, W.SPARE, W.SOLO)
     assert len(process.groups.groups[W.SOLO].ranks) == 2

@@ -167,7 +167,7 @@ SAMPLES: dict[str, tuple[str, str, list[float], list[int], list[int]]] = {
         "server.log",
         "INFO 06-12 10:00:00 [api_server.py:1] vLLM API server version 0.9.1\n"
         "INFO 06-12 10:00:01 [logger.py:42] Received request cmpl-a-0: prompt: 'prompt_token_ids: [1] max_tokens=9', params: "
-        "SamplingParams(n=1, max_tokens=16, seed=None), prompt_token_ids: [5, 6, 7], lora_request: None, prompt_adapter_request: None.\n"
+        "SamplingParams(n=1, max_tokens=16, seed=None), prompt_token_ids: [5, 6, 7], lora_request: None.\n"
         "INFO 06-12 10:00:03 [logger.py:42] Received request cmpl-b: prompt: 'y', params: SamplingParams(max_tokens=8), "
         "prompt_token_ids: [1, 2], lora_request: None.\n"
         "INFO 06-12 10:00:04 [logger.py:42] Received request cmpl-c: prompt: 'z', params: SamplingParams(max_tokens=8), "
@@ -320,7 +320,7 @@ def test_arxiv_lengths_count_as_batch(write: Write):
 
 
 FLAT = lines(
-    *({"session_id": s, "turn_index": k, "request_arrival_delta_s": at, "input_tokens": 100 + k, "output_tokens": 5, "block_size_tokens": 64}
+    *({"session_id": s, "turn_index": k, "request_arrival_delta_s": at, "input_tokens": 100 + k, "output_tokens": 5}
       for s, k, at in [("a", 0, 0.5), ("a", 1, 7.5), ("b", 0, 0.0)])
 )  # fmt: skip
 
@@ -400,7 +400,7 @@ def test_a_length_that_is_no_whole_number_is_refused(write: Write, value: str):
 
 
 def servegen_folder(folder: Path) -> Path:
-    """Client 0: Gamma, 2 req/s in window 0, silent after; client 1: Weibull, 1 req/s in windows 0 and 600, no lengths of its own."""
+    """Client 0: Gamma, 2 req/s in window 0, silent after; client 1: Weibull, 1 req/s in both windows, no lengths of its own."""
     data = folder / "language" / "tiny"
     data.mkdir(parents=True)
     (data / "chunk-0-trace.csv").write_text("0,2.0,1,Gamma,1.0,0.5\n600,0,0,,0,0\n")

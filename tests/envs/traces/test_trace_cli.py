@@ -30,7 +30,14 @@ def test_inspect_prints_the_statistics(write: Write, capsys: pytest.CaptureFixtu
     path = write("a.csv", AZURE + "2023-11-16 18:20:00.0000000,5,0\n")
     assert main(["inspect", str(path), "--capacity-tokens-per-s", "1000000"]) == 0
     text = capsys.readouterr().out
-    for fragment in ("requests: 300,", "span 299.000 s, rate 1.000 req/s", "CV of gaps 0.00", "p50 250", "1 x output of 0", "says nothing"):
+    for fragment in (
+        "requests: 300,",
+        "span 299.000 s, rate 1.000 req/s",
+        "CV of gaps 0.00",
+        "p50 250",
+        "1 x output of 0",
+        "says nothing",
+    ):
         assert fragment in text
     assert main(["inspect", str(path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -83,9 +90,10 @@ def test_synthesize_writes_a_marked_twin(tmp_path: Path):
     assert table.synthetic and table.block_tokens == 512 and table.prefix_ids.size
 
 
-def test_generic_columns_and_texts(write: Write, tmp_path: Path):
-    path = write("x.csv", "ts;in\n".replace(";", ",") + "1,2\n")
+def test_generic_columns_and_texts(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write("x.csv", "ts,in\n1,2\n")
     assert main(["inspect", str(path), "--columns", "arrival=ts,prompt=in"]) == 2
+    assert "no column named for output" in capsys.readouterr().err
     path = write("y.csv", "ts,in,out\n1500,5,6\n")
     out = tmp_path / "o.jsonl"
     assert main(["convert", str(path), str(out), "--columns", "arrival=ts,prompt=in,output=out", "--time-unit", "ms"]) == 0
@@ -214,7 +222,7 @@ def test_fetch_refuses_and_leaves_nothing(server: str, tmp_path: Path, change: d
 
 def test_fetch_offline_fails_at_once_and_late_answers_meet_the_deadline(server: str, tmp_path: Path):
     start_s = time.monotonic()
-    with pytest.raises(TraceError, match="cannot be reached.*use synthesize"):
+    with pytest.raises(TraceError, match=r"cannot be reached.*use synthesize"):
         fetch(replace(local_file(server), url="http://127.0.0.1:9/x"), tmp_path)
     assert time.monotonic() - start_s < 2
     clock = iter([0.0] + [99.0] * 100)

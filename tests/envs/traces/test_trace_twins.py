@@ -140,7 +140,10 @@ def test_sharing_counts_a_prefix_only_from_its_beginning():
     from dataclasses import replace
 
     hand = replace(
-        table, arrival_s=np.array([0.0, 4.0, 6.0]), prefix_offsets=np.array([0, 3, 6, 8]), prefix_ids=np.array([0, 1, 2, 0, 1, 5, 9, 1])
+        table,
+        arrival_s=np.array([0.0, 4.0, 6.0]),
+        prefix_offsets=np.array([0, 3, 6, 8]),
+        prefix_ids=np.array([0, 1, 2, 0, 1, 5, 9, 1]),
     )
     sharing = sharing_of(hand)
     assert sharing is not None and sharing.blocks == 8
@@ -160,7 +163,7 @@ def test_default_trace_says_where_it_came_from(tmp_path: Path, caplog: pytest.Lo
     assert not real.synthetic and real.source == str(path) and len(real) == 1
     assert f"source={path}" in caplog.text
     monkeypatch.setenv("BALLAST_TRACES", str(tmp_path / "gone"))
-    with pytest.raises(TraceError, match="BALLAST_TRACES=.* is no folder"):
+    with pytest.raises(TraceError, match=r"BALLAST_TRACES=.* is no folder"):
         default_trace("azure-conv")
     with pytest.raises(TraceError, match='did you mean "mooncake"'):
         default_trace("moncake", [tmp_path])
