@@ -32,6 +32,7 @@ from envs.decision.move_candidates import rebalance_candidates, split_candidates
 from envs.decision.retry_budget import RetryBudget
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, Request
+from envs.domain.snapshot import BoolArray
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
 from envs.group_kernel.advance import advance_all, cut_jump, join, next_event_s
@@ -74,7 +75,6 @@ class ClusterProcess:
         self.state = self.groups.state
         self.outcomes = OutcomeTable(world.trace)
         self.telemetry = Telemetry(self.groups)
-        self._pools = [self.groups.kv_tokens_max(g) for g in range(len(self.groups.groups))]
         self.breakers = BreakerPanel(len(self.groups.groups), now_s=lambda: self.env.now, rng=breaker_rng)
         self.retries = RetryBudget(attempts_max=world.options.attempts_max)
         self._retrying: set[int] = set()
@@ -85,10 +85,12 @@ class ClusterProcess:
         self._leases: dict[int, ProbeLease] = {}
         self._sent_s: dict[int, float] = {}
         self.illegal_actions = 0
+        self._asking: Held | None = None  # the request of the route decision that waits for its answer
         self._ready: deque[Held] = deque()  # asked again before anything else happens
         self._held: deque[Held] = deque()
         self._ticks: deque[Decision] = deque()
         self._hold_watch_runs = False
+        self._hold_alarm = self.env.event()  # rung when a group's next event may have moved forward
         self._next_arrival = 0
         self._done = False
         self._completions = 0
@@ -100,6 +102,8 @@ class ClusterProcess:
             ranks = [len(group.ranks) for group in self.groups.groups]
             faults = faults + draw_faults(world.fault_rates, ranks, self.span_s, faults_rng)
         self.faults = faults
+        for fault in faults:
+            fault.check_place([len(group.ranks) for group in self.groups.groups])
         self.env.process(self._arrivals())
         if self.options.interference_sigma > 0:
             self.env.process(self._interference())
@@ -123,6 +127,11 @@ class ClusterProcess:
     def in_system(self) -> int:
         """Requests that have arrived and not ended."""
         return self._next_arrival - self.outcomes.ended
+
+    @property
+    def outside(self) -> int:
+        """Requests in the system and in no group: asked about, about to be asked, held, or on their way between groups."""
+        return len(self._ready) + len(self._held) + (self._asking is not None) + self.moves.transfers
 
     def next_decision(self) -> DecisionPoint | None:
         """Run to the next decision point; None when the world has ended."""
@@ -168,6 +177,11 @@ class ClusterProcess:
 
     # -- time
 
+    def wait_until(self, time_s: float) -> Generator[Any, Any, None]:
+        """simpy process: wait until the clock reads `time_s` or the next float; a timeout alone may fall short by rounding."""
+        while self.env.now < time_s:
+            yield self.env.timeout(max(time_s - self.env.now, float(np.spacing(self.env.now))))
+
     def settle(self) -> None:
         """Bring every group to the present and book what ended meanwhile."""
         advance_all(self.state, self.env.now)
@@ -181,6 +195,7 @@ class ClusterProcess:
         self.log.note_records(ints, floats)
         for row in ints.tolist():
             self._book_one(row)
+        self.ask_held_again()
         if self._completions >= self._table_due:
             self._table_due = self._completions + TABLE_REFRESH_COMPLETIONS
             self.tables = self._make_tables()
@@ -196,6 +211,8 @@ class ClusterProcess:
             self.breakers.breakers[group_index].record(Outcome.OK, began_s=began_s, lease=lease)
         elif kind == L.RECORD_TIMEOUT:
             self.breakers.breakers[group_index].record(Outcome.FAULT, began_s=began_s, lease=lease, reason="queue timeout")
+        else:
+            self.breakers.breakers[group_index].record(Outcome.NEUTRAL, lease=lease)
 
     def _finish_attempt(self, request_id: int) -> None:
         is_retry = request_id in self._retrying
@@ -203,12 +220,14 @@ class ClusterProcess:
         if is_retry:
             self._retrying.discard(request_id)
 
-    def end_request(self, request_id: int, kind: OutcomeKind, reason: str, group_index: int = -1, is_attempt: bool = True) -> None:
-        """End a request without service, now; `is_attempt` False when its attempt was finished before."""
-        self.outcomes.end(request_id, kind, reason, self.env.now, group_index)
+    def end_request(
+        self, request_id: int, kind: OutcomeKind, reason: str, rows: tuple[np.ndarray, np.ndarray] | None = None, is_attempt: bool = True
+    ) -> None:
+        """End a request without service, now; `rows` if it has run before, `is_attempt` False when its attempt was finished before."""
+        self.outcomes.end(request_id, kind, reason, self.env.now, rows)
         if is_attempt:
             self._finish_attempt(request_id)
-        self.log.note(self.env.now, f"{kind.name}:{reason}", group_index, request_id)
+        self.log.note(self.env.now, f"{kind.name}:{reason}", -1, request_id)
         self.ended_requests.append(request_id)
 
     # -- processes
@@ -216,7 +235,7 @@ class ClusterProcess:
     def _arrivals(self) -> Generator[Any, Any, None]:
         trace = self.trace
         for i, arrival_s in enumerate(trace.arrival_s.tolist()):
-            yield self.env.timeout(max(0.0, arrival_s - self.env.now))
+            yield from self.wait_until(arrival_s)
             self._next_arrival = i + 1
             self.retries.start_request()
             self.telemetry.rate_5s.count(self.env.now)
@@ -240,9 +259,16 @@ class ClusterProcess:
         total = int(self.trace.prompt_tokens[i]) + max(limit, int(self.trace.output_tokens[i]))
         if total > self.groups.limits.context_tokens:
             return True
-        if total <= self._pools[0] and not self.groups.health[0].is_parked:  # most requests: no need to ask all groups
+        fits = self.fits(i)
+        if fits.all():
             return False
-        return total > max((pool for pool, h in zip(self._pools, self.groups.health, strict=True) if not h.is_parked), default=0)
+        has_ranks = np.array([not h.is_gone for h in self.groups.health])  # a parked group may be started, a lost one comes back
+        return not fits[has_ranks].any()
+
+    def fits(self, i: int) -> BoolArray:
+        """Which groups' pools, under the plans in force, hold request `i` with all of its allowed output; shape (groups,)."""
+        allowed = max(int(self.trace.output_limit_tokens[i]), int(self.trace.output_tokens[i]))
+        return self.groups.kv_tokens >= int(self.trace.prompt_tokens[i]) + allowed
 
     def _control(self) -> Generator[Any, Any, None]:
         while True:
@@ -266,11 +292,14 @@ class ClusterProcess:
     def _hold_watch(self) -> Generator[Any, Any, None]:
         """While requests are held: ask again on a completion, a capacity change or at the hold's deadline."""
         while self._held:
-            wake_s = min(next_event_s(self.state), self._held[0].deadline_s)
-            yield self.env.timeout(max(0.0, wake_s - self.env.now))
-            ended = self.outcomes.ended
-            self.settle()
-            if self.outcomes.ended != ended or (self._held and self._held[0].deadline_s <= self.env.now):
+            self.settle()  # plans the steps of what was just enqueued
+            if not self._held:
+                break
+            wake_s = min(next_event_s(self.state), min(held.deadline_s for held in self._held))
+            self._hold_alarm = self.env.event()
+            yield self.env.timeout(max(0.0, wake_s - self.env.now)) | self._hold_alarm
+            self.settle()  # a completion asks again
+            if any(held.deadline_s <= self.env.now for held in self._held):
                 self.ask_held_again()
         self._hold_watch_runs = False
 
@@ -299,13 +328,16 @@ class ClusterProcess:
             R.hit_tokens(self.state, held.request.request_id, self._hits)
         probes = self.breakers.due_probes()
         if probes.size:  # a half-open group closes only through traffic that probes it
-            view.accepts[probes] |= view.is_up[probes] & ~view.is_draining[probes]
-        mask = route_mask(view.accepts, view.hold_queue, view.hold_queue_limit, held.may_hold)
+            has_room = view.waiting[probes] < view.queue_limit[probes]
+            view.accepts[probes] |= view.is_up[probes] & ~view.is_draining[probes] & has_room
+        mask = route_mask(view.accepts & self.fits(held.request.request_id), view.hold_queue, view.hold_queue_limit, held.may_hold)
         self._asking = held
         return DecisionPoint("route", view, route_commands(view.groups), mask, self.tables, held.request, self._hits.copy())
 
     def _apply_route(self, command: Command) -> None:
-        held, request = self._asking, self._asking.request
+        held = self._asking
+        assert held is not None, "apply() answers the point that next_decision() returned"
+        self._asking, request = None, held.request
         if command.kind is CommandKind.REFUSE:
             self._refuse(held, "scheduler")
         elif command.kind is CommandKind.HOLD:
@@ -314,19 +346,17 @@ class ClusterProcess:
                 self._hold_watch_runs = True
                 self.env.process(self._hold_watch())
         else:
-            self._route_to(held, command.group_index)
             self.log.note(self.env.now, "route", command.group_index, request.request_id)
+            if not self.enter(held, command.group_index):
+                self._refuse(held, "queue_full")
 
     def _refuse(self, held: Held, reason: str) -> None:
         kind = OutcomeKind.REFUSED if held.rows is None else OutcomeKind.FAILED
-        self.end_request(held.request.request_id, kind, reason)
+        self.end_request(held.request.request_id, kind, reason, held.rows)
 
-    def _route_to(self, held: Held, group_index: int) -> None:
+    def enter(self, held: Held, group_index: int, kv_tokens: int = 0) -> bool:
+        """Put a request into a group's queue, `kv_tokens` of its KV with it; False when the group has no slot left."""
         request, now_s = held.request, self.env.now
-        self._sent_s[request.request_id] = now_s
-        breaker = self.breakers.breakers[group_index]
-        if breaker.state is State.HALF_OPEN and (lease := breaker.try_probe()) is not None:
-            self._leases[request.request_id] = lease
         if held.rows is None:
             key = P.queue_key(request.arrival_s, request.class_index, self.options.head_start_s)
             slot = join(
@@ -335,11 +365,18 @@ class ClusterProcess:
                 self._limits[request.class_index, 2],
             )  # fmt: skip
         else:
-            slot = enqueue_row(self.state, group_index, now_s, *held.rows, 0)
+            slot = enqueue_row(self.state, group_index, now_s, *held.rows, kv_tokens)
             if slot >= 0:
                 cut_jump(self.state, group_index, now_s)
         if slot < 0:
-            self._refuse(held, "queue_full")
+            return False
+        self._sent_s[request.request_id] = now_s
+        breaker = self.breakers.breakers[group_index]
+        if breaker.state is State.HALF_OPEN and (lease := breaker.try_probe()) is not None:
+            self._leases[request.request_id] = lease
+        if not self._hold_alarm.triggered:
+            self._hold_alarm.succeed()
+        return True
 
     # -- requests that leave a group without having ended
 
@@ -353,7 +390,13 @@ class ClusterProcess:
     def extract(self, group_index: int, slot: int) -> Held:
         """Take a request out of a group, ready to go on elsewhere."""
         rows = (np.empty(L.SLOT_INTS, np.int64), np.empty(L.SLOT_FLOATS))
+        is_running = self.state.slot_int[group_index, slot, L.SI_PHASE] != L.PHASE_WAITING
         take_out(self.state, group_index, slot, self.env.now, *rows)
+        if is_running:  # the planned steps were timed with it aboard
+            cut_jump(self.state, group_index, self.env.now)
+        if (lease := self._leases.pop(int(rows[0][L.SI_REQUEST]), None)) is not None:
+            self.breakers.breakers[group_index].release(lease)
+        self._sent_s.pop(int(rows[0][L.SI_REQUEST]), None)
         request_id, attempts = int(rows[0][L.SI_REQUEST]), int(rows[0][L.SI_ATTEMPTS])
         trace = self.trace
         request = Request(
@@ -369,11 +412,18 @@ class ClusterProcess:
             request_id, attempts = held.request.request_id, int(held.rows[0][L.SI_ATTEMPTS])
             self._finish_attempt(request_id)
             if not self.retries.try_start_retry(attempts):
-                self.end_request(request_id, OutcomeKind.FAILED, "retries_spent", is_attempt=False)
+                self.end_request(request_id, OutcomeKind.FAILED, "retries_spent", held.rows, is_attempt=False)
                 return
             self._retrying.add(request_id)
             held.rows[0][L.SI_ATTEMPTS] += 1
         self._ready.append(held)
+
+    def put_back_misfits(self, group_index: int) -> None:
+        """Ask again about waiting requests that the group's pool holds no longer, where another group's does."""
+        for slot in self.residents(group_index, waiting_only=True):
+            fits = self.fits(int(self.state.slot_int[group_index, slot, L.SI_REQUEST]))
+            if not fits[group_index] and fits.any():
+                self.put_back(self.extract(group_index, slot), is_retry=False)
 
     # -- control decisions
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from envs.cluster.faults import FaultEvent, FaultKind
 from envs.decision import detection
 from envs.decision.split_planner import InfeasibleSplit
 from envs.group_kernel import layout as L
 from envs.group_kernel.advance import cut_jump, stop_group
+from envs.group_kernel.prefix_cache import flush_idle
 from envs.group_kernel.queue import preempt
-from envs.perf_model import step_time as ST
 
 if TYPE_CHECKING:
     from envs.cluster.cluster_process import ClusterProcess
+    from envs.domain.plans import SplitPlan, TpGroup
 
 
 def strike(cluster: ClusterProcess, fault: FaultEvent) -> Generator[Any, Any, None]:
@@ -25,7 +24,7 @@ def strike(cluster: ClusterProcess, fault: FaultEvent) -> Generator[Any, Any, No
     cluster.settle()
     cluster.log.note(cluster.env.now, f"fault:{fault.kind.name}", fault.group_index, fault.rank_index)
     health = cluster.groups.health[fault.group_index]
-    if health.is_parked or health.is_lost:
+    if health.is_parked or health.is_lost or health.is_gone:
         return
     if fault.kind in (FaultKind.LOST_RANK, FaultKind.LOST_GROUP):
         yield from _lose(cluster, fault)
@@ -42,16 +41,14 @@ def _set_slow(cluster: ClusterProcess, fault: FaultEvent, factor: float) -> None
     cut_jump(cluster.state, g, cluster.env.now)
     health = cluster.groups.health[g]
     if fault.kind is FaultKind.SLOW_LINK:
-        cluster.state.group_cost[g, ST.GC_LINK_SLOW] *= factor
+        health.link_slow *= factor
     elif fault.kind is FaultKind.SLOW_HOST:
-        cluster.state.group_cost[g, ST.GC_HOST_SLOW] *= factor
+        health.host_slow *= factor
     else:
         speeds = health.slow_compute if fault.kind is FaultKind.SLOW_COMPUTE else health.slow_memory
-        if fault.rank_index < 0:
-            speeds *= factor
-        elif fault.rank_index < len(speeds):
-            speeds[fault.rank_index] *= factor
-        cluster.groups.apply_speed(g)
+        chosen = slice(None) if fault.rank_index < 0 else fault.rank_index
+        speeds[chosen] *= factor
+    cluster.groups.apply_speed(g)
 
 
 def _lose(cluster: ClusterProcess, fault: FaultEvent) -> Generator[Any, Any, None]:
@@ -60,45 +57,61 @@ def _lose(cluster: ClusterProcess, fault: FaultEvent) -> Generator[Any, Any, Non
     health = cluster.groups.health[g]
     stop_group(cluster.state, g, cluster.env.now)
     health.is_lost = True
+    health.unnoticed += 1
     whole = fault.kind is FaultKind.LOST_GROUP or len(cluster.groups.groups[g].ranks) == 1
     event = detection.FailureKind.GROUP_GONE if whole else detection.FailureKind.RANK_KILLED
     yield cluster.env.timeout(float(detection.detection_delay_s(event)))
     cluster.settle()
+    health.unnoticed -= 1
     health.detected_down = True
     cluster.breakers.breakers[g].force_open(fault.kind.name.lower())
-    if whole or not _go_on_with_survivors(cluster, g, fault.rank_index):
+    if whole:
+        health.group_losses += 1
+    else:
+        health.rank_losses[fault.rank_index] += 1
+    if whole or not _go_on_with_survivors(cluster, g):
         for slot in list(cluster.residents(g)):
             cluster.put_back(cluster.extract(g, slot), is_retry=True)
     cluster.ask_held_again()
     yield cluster.env.timeout(fault.length_s)
-    yield from _come_back(cluster, g)
+    yield cluster.env.timeout(cluster.options.cold_start_s)
+    cluster.settle()
+    if whole:
+        health.group_losses -= 1
+    else:
+        health.rank_losses[fault.rank_index] -= 1
+    _come_back(cluster, g)
 
 
-def _go_on_with_survivors(cluster: ClusterProcess, g: int, rank: int) -> bool:
+def _go_on_with_survivors(cluster: ClusterProcess, g: int) -> bool:
     """Plan over the remaining ranks; everybody's KV is lost and recomputed there. False when the model does not fit."""
     groups = cluster.groups
-    health = groups.health[g]
-    health.rank_is_lost[rank] = True
     try:
         plan = groups.plan_for(g, cluster.options.start_corner)
     except InfeasibleSplit:
         return False
-    _requeue_inside(cluster, g)
-    groups.rebuild(g, groups.groups[g], plan, int(groups.corners[g]))
-    start(cluster, g, cluster.options.rebuild_s)
+    restart(cluster, g, groups.groups[g], plan)
     return True
 
 
-def _requeue_inside(cluster: ClusterProcess, g: int) -> None:
-    """Send the running requests of a stopped group back to its own queue; their KV is gone."""
+def restart(cluster: ClusterProcess, g: int, group: TpGroup, plan: SplitPlan) -> None:
+    """Rebuild group `g` as `group` under `plan`: everybody inside recomputes after the pause, but requests that fit no
+    longer are asked about again."""
+    stop_group(cluster.state, g, cluster.env.now)
     for slot in list(cluster.state.running[g, : cluster.state.group_int[g, L.GI_RUNNING]]):
         preempt(cluster.state, g, int(slot), cluster.env.now)
+    for slot in cluster.residents(g):  # KV that was carried along for a waiting request is gone, too
+        cluster.state.slot_int[g, slot, L.SI_DONE] = 0
+    cluster.groups.rebuild(g, group, plan, int(cluster.groups.corners[g]))
+    start(cluster, g, cluster.options.rebuild_s)
+    cluster.put_back_misfits(g)
 
 
 def start(cluster: ClusterProcess, g: int, pause_s: float) -> None:
-    """Let group `g` serve from now on, its first step after `pause_s`."""
+    """Let group `g` serve from now on with an empty cache, its first step after `pause_s`."""
     health = cluster.groups.health[g]
-    health.is_lost = health.detected_down = health.is_parked = health.is_draining = False
+    health.is_lost = health.detected_down = health.is_parked = health.is_starting = False
+    flush_idle(cluster.state, g)
     floats = cluster.state.group_float[g]
     floats[L.GF_CLOCK_S] = max(floats[L.GF_CLOCK_S], cluster.env.now)
     floats[L.GF_PAUSED_UNTIL_S] = cluster.env.now + pause_s
@@ -106,18 +119,18 @@ def start(cluster: ClusterProcess, g: int, pause_s: float) -> None:
     cluster.breakers.breakers[g].revive()
 
 
-def _come_back(cluster: ClusterProcess, g: int) -> Generator[Any, Any, None]:
-    """The lost hardware is well again: rebuild the group over all of its ranks after a cold start."""
+def _come_back(cluster: ClusterProcess, g: int) -> None:
+    """Lost hardware is well again: rebuild the group over all ranks that are well now, unless another loss goes on."""
     groups = cluster.groups
     health = groups.health[g]
-    was_down = health.detected_down
-    if was_down:
-        yield cluster.env.timeout(cluster.options.cold_start_s)
-    cluster.settle()
-    health.rank_is_lost = np.zeros(len(groups.groups[g].ranks), np.bool_)
-    cut_jump(cluster.state, g, cluster.env.now)
-    stop_group(cluster.state, g, cluster.env.now)
-    _requeue_inside(cluster, g)
-    groups.rebuild(g, groups.groups[g], groups.plan_for(g, cluster.options.start_corner), int(groups.corners[g]))
-    start(cluster, g, cluster.options.rebuild_s)
+    if health.is_gone or health.group_losses or health.unnoticed:
+        return
+    if health.is_parked:  # it was drained meanwhile and waits to be started
+        health.is_lost = health.detected_down = False
+        return
+    try:
+        plan = groups.plan_for(g, cluster.options.start_corner)
+    except InfeasibleSplit:
+        return
+    restart(cluster, g, groups.groups[g], plan)
     cluster.ask_held_again()

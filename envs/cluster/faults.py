@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -33,6 +34,17 @@ class FaultEvent:
             raise ValueError(f"FaultEvent {self.kind.name}: start_s={self.start_s} must be >= 0 and length_s={self.length_s} > 0")
         if self.size < 1.0:
             raise ValueError(f"FaultEvent {self.kind.name}: size={self.size} must be >= 1 (a factor on times)")
+
+    def check_place(self, ranks_per_group: Sequence[int]) -> None:
+        """Raise ValueError unless the group exists and has the rank; a lost rank must be named."""
+        if not 0 <= self.group_index < len(ranks_per_group):
+            raise ValueError(f"FaultEvent {self.kind.name}: group_index={self.group_index}, the cluster has {len(ranks_per_group)} groups")
+        ranks = ranks_per_group[self.group_index]
+        if not (0 if self.kind is FaultKind.LOST_RANK else -1) <= self.rank_index < ranks:
+            raise ValueError(
+                f"FaultEvent {self.kind.name}: rank_index={self.rank_index}, group {self.group_index} has ranks 0 to {ranks - 1}"
+                "; -1 means every rank and is not for a lost rank (use LOST_GROUP)"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,9 @@ class GroupHealth:
     """What is true of one group's hardware now; schedulers see only what was detected of it.
 
     flags: this group's column of `GroupSet.flags`, shape (HEALTH_FLAGS,), so that a snapshot reads all groups at once.
+    rank_losses (ranks,), group_losses: noticed losses of a rank and losses of the whole group that are not yet over;
+    faults may overlap, and only the end of the last one heals. unnoticed: losses that nobody has detected yet.
+    is_gone: its ranks were given to another group. link_slow, host_slow: factors on times, 1 = nominal.
     """
 
     is_parked = _flag(PARKED, "holds its hardware but serves nobody")
@@ -47,9 +50,19 @@ class GroupHealth:
 
     def __init__(self, ranks: int, flags: BoolArray) -> None:
         self.flags = flags
-        self.rank_is_lost = np.zeros(ranks, np.bool_)
+        self.rank_losses = np.zeros(ranks, np.int64)
+        self.group_losses = 0
+        self.unnoticed = 0
+        self.is_starting = False
+        self.is_gone = False
+        self.link_slow = 1.0
+        self.host_slow = 1.0
         self.slow_compute = np.ones(ranks)
         self.slow_memory = np.ones(ranks)
+
+    @property
+    def rank_is_lost(self) -> BoolArray:
+        return self.rank_losses > 0
 
 
 class GroupSet:
@@ -64,15 +77,18 @@ class GroupSet:
         slots = cluster.limits.max_running + cluster.limits.queue_limit
         self.state = L.allocate(count, self.ranks_max, slots, prefix_offset, prefix_ids)
         self.plans: list[SplitPlan] = []
+        self.slot_plans: list[list[SplitPlan]] = []  # of each group, the plan in each of its two plan slots
         self.corners = np.full(count, split_planner.CORNERS.index(options.start_corner), np.int64)
         self.flags = np.zeros((HEALTH_FLAGS, count), np.bool_)
         self.health = [GroupHealth(len(group.ranks), self.flags[:, g]) for g, group in enumerate(self.groups)]
         self.interference = np.ones(count)
+        self.kv_tokens = np.zeros(count, np.int64)  # tokens of KV of an empty group under the plan in force
         self._set_limits(cluster)
         for g in range(count):
             self.health[g].is_parked = cluster.parked[g]
             self.state.group_int[g, L.GI_UP] = 0 if cluster.parked[g] else 1
             self.plans.append(self.plan_for(g, options.start_corner))
+            self.slot_plans.append([self.plans[g]] * 2)
             self._write_group(g)
             self.write_plan(g, 0, self.plans[g])
             self._fit_memory(g)
@@ -117,6 +133,7 @@ class GroupSet:
         self.state.predicted_group_cost[g] = row
         row = row.copy()
         row[ST.GC_INTERFERENCE] = self.interference[g]
+        row[ST.GC_LINK_SLOW], row[ST.GC_HOST_SLOW] = self.health[g].link_slow, self.health[g].host_slow
         self.state.group_cost[g] = row
         if self.options.use_residual_tables:
             self.state.residual[g, : len(group.ranks)] = group_cost.residual_rows(group)
@@ -124,6 +141,7 @@ class GroupSet:
     def write_plan(self, g: int, slot: int, plan: SplitPlan) -> None:
         """Put `plan`'s coefficients and KV block sizes into plan slot `slot` of group `g`."""
         group = self.groups[g]
+        self.slot_plans[g][slot] = plan
         ranks = len(group.ranks)
         true_rows = group_cost.rank_cost_rows(group, plan, with_residuals=self.options.use_residual_tables)
         believed = group_cost.rank_cost_rows(group, plan)
@@ -143,6 +161,8 @@ class GroupSet:
         if self.limits.kv_blocks is not None:  # a declared pool, as in tests of tiny caches
             cap = self.limits.kv_blocks * self.state.kv_block_bytes[g, self.state.group_int[g, L.GI_PLAN]]
             self.state.kv_bytes[g] = cap
+        slot = int(self.state.group_int[g, L.GI_PLAN])
+        self.kv_tokens[g] = int(kv_pool.total_blocks(self.state, g, slot)) * self.limits.kv_block_tokens
 
     def switch_plan(self, g: int, plan: SplitPlan, corner: int) -> None:
         """Make `plan` the one for new requests; residents keep theirs. The caller has moved a third plan's KV and paid."""
@@ -167,14 +187,10 @@ class GroupSet:
     def apply_speed(self, g: int) -> None:
         """Write the true slow-downs of group `g` into the kernel."""
         health = self.health[g]
+        self.state.group_cost[g, [ST.GC_LINK_SLOW, ST.GC_HOST_SLOW]] = health.link_slow, health.host_slow
         ranks = len(self.groups[g].ranks)
         self.state.slow[g, :ranks, 0] = health.slow_compute
         self.state.slow[g, :ranks, 1] = health.slow_memory
-
-    def kv_tokens_max(self, g: int) -> int:
-        """Tokens of KV of an empty group under the plan in force."""
-        slot = int(self.state.group_int[g, L.GI_PLAN])
-        return int(kv_pool.total_blocks(self.state, g, slot)) * self.limits.kv_block_tokens
 
     def rank_times_s(self, g: int, tokens: int, pairs: float, kv: int, truth: bool) -> FloatArray:
         """Attention and MLP seconds per rank, (ranks, 2), of a step: the true ones (telemetry) or the predicted ones."""

@@ -9,13 +9,13 @@ import numpy as np
 
 from envs.cluster import fault_process
 from envs.decision import split_planner
-from envs.decision.move_candidates import DeclaredHealth, fallback_plan
+from envs.decision.move_candidates import DeclaredHealth, fallback_plan, planned_split, switch_price_s
 from envs.domain.commands import Command, CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import cut_jump, stop_group
+from envs.group_kernel.advance import cut_jump
 from envs.group_kernel.prefix_cache import flush_idle
-from envs.group_kernel.queue import enqueue_row, preempt
+from envs.perf_model.step_time import step_parts
 
 if TYPE_CHECKING:
     from envs.cluster.cluster_process import ClusterProcess, Held
@@ -43,6 +43,8 @@ class Moves:
             CommandKind.REGROUP: self._regroup,
         }
         self.counts[command.kind.name.lower()] += 1
+        if command.kind is not CommandKind.SCALE_OUT and self._cluster.groups.health[command.group_index].is_lost:
+            return  # it died unnoticed a moment ago: the command reaches nobody
         handlers[command.kind](command)
 
     def declared_health(self) -> DeclaredHealth:
@@ -57,12 +59,20 @@ class Moves:
             factor[groups.health[g].rank_is_lost] = 0.0
             speeds.append(factor)
         return DeclaredHealth(
-            is_parked=np.array([h.is_parked for h in groups.health]),
+            is_parked=np.array([h.is_parked and not (h.is_starting or h.detected_down or h.is_gone) for h in groups.health]),
             is_draining=np.array([h.is_draining for h in groups.health]),
             speed_factors=tuple(speeds),
             cold_start_s=self._cluster.options.cold_start_s,
             rebuild_s=self._cluster.options.rebuild_s,
+            overlaps=tuple(groups.overlap(g) for g in range(len(groups.groups))),
+            older=tuple(self._older(g) for g in range(len(groups.groups))),
         )
+
+    def _older(self, g: int) -> tuple[SplitPlan, int]:
+        """The plan in the other plan slot of group `g` and the KV tokens of the residents that still use it."""
+        groups, state = self._cluster.groups, self._cluster.state
+        other = 1 - int(state.group_int[g, L.GI_PLAN])
+        return groups.slot_plans[g][other], int(state.group_int[g, L.GI_USED_BLOCKS0 + other]) * groups.limits.kv_block_tokens
 
     def tick(self) -> None:
         """Park groups that have drained."""
@@ -87,18 +97,21 @@ class Moves:
     def _set_split(self, command: Command) -> None:
         g = command.group_index
         corner = split_planner.CORNERS[command.argument]
-        groups = self._cluster.groups
-        factors = self.declared_health().speed_factors[g] if corner == "planner" else None
-        plan = groups.plan_for(g, corner, factors)
+        plan = self._plan_now(g, corner)
+        if plan is None:
+            return  # listed by somebody else: no such plan exists now
         self._switch(g, plan, command.argument)
+        self._cluster.put_back_misfits(g)
+
+    def _plan_now(self, g: int, corner: str) -> SplitPlan | None:
+        """The plan that the candidate list has priced: for the present mix and the measured speeds."""
+        factors = self.declared_health().speed_factors[g]
+        return planned_split(self._cluster.view(), g, self._cluster.groups.groups[g], corner, factors)
 
     def _switch(self, g: int, plan: SplitPlan, corner: int) -> None:
         """New requests get `plan`. Before a third plan lives, the oldest's requests move their KV; both moves are paid."""
         groups, state = self._cluster.groups, self._cluster.state
-        oldest = 1 - int(state.group_int[g, L.GI_PLAN])
-        kv_tokens = int(state.group_int[g, L.GI_USED_BLOCKS0 + oldest]) * groups.limits.kv_block_tokens
-        overlap = groups.overlap(g)
-        price = split_planner.resplit_price(groups.groups[g], groups.plans[g], plan, overlap, kv_tokens=kv_tokens)
+        price_s = switch_price_s(groups.groups[g], groups.plans[g], plan, groups.overlap(g), self._older(g))
         current = int(state.group_int[g, L.GI_PLAN])
         other = 1 - current
         if state.group_int[g, L.GI_USED_BLOCKS0 + other] > 0:
@@ -106,7 +119,7 @@ class Moves:
                 state.slot_int[g, slot, L.SI_PLAN] = current
             state.group_int[g, L.GI_USED_BLOCKS0 + current] += state.group_int[g, L.GI_USED_BLOCKS0 + other]
             state.group_int[g, L.GI_USED_BLOCKS0 + other] = 0
-        self._pause(g, price.transfer_s)
+        self._pause(g, price_s)
         flush_idle(state, g)
         groups.switch_plan(g, plan, corner)
 
@@ -120,10 +133,9 @@ class Moves:
         slot = self._slot_of(g, command.argument)
         if slot < 0:
             return  # it ended since the candidates were listed
-        kv_tokens = int(cluster.state.slot_int[g, slot, L.SI_DONE])
         cut_jump(cluster.state, g, cluster.env.now)
         stop_at_boundary = cluster.state.group_float[g, L.GF_JUMP_END_S] if cluster.state.group_int[g, L.GI_JUMP_ACTIVE] else 0.0
-        cluster.env.process(self._transfer(command, kv_tokens, max(stop_at_boundary, cluster.env.now)))
+        cluster.env.process(self._transfer(command, stop_at_boundary))
 
     def _slot_of(self, g: int, request_id: int) -> int:
         for slot in self._cluster.state.running[g, : self._cluster.state.group_int[g, L.GI_RUNNING]]:
@@ -131,33 +143,29 @@ class Moves:
                 return int(slot)
         return -1
 
-    def _transfer(self, command: Command, kv_tokens: int, boundary_s: float) -> Generator[Any, Any, None]:
+    def _transfer(self, command: Command, boundary_s: float) -> Generator[Any, Any, None]:
         """simpy process: at the step boundary take the request out, copy its KV over the outer link, queue it at the target."""
         cluster, g, target = self._cluster, command.group_index, command.target_index
-        yield cluster.env.timeout(max(0.0, boundary_s - cluster.env.now))
+        yield from cluster.wait_until(boundary_s)
         cluster.settle()
         slot = self._slot_of(g, command.argument)
         if slot < 0:
             return
         held: Held = cluster.extract(g, slot)
         assert held.rows is not None
+        kv_tokens = int(held.rows[0][L.SI_DONE])
         copy_s = self.copy_s(g, kv_tokens)
-        recompute_s = kv_tokens * float(cluster.state.predicted_rank_cost[target, 0].sum(axis=1).max())
-        carries = copy_s < recompute_s or recompute_s <= 0
+        carries = not cluster.groups.health[g].is_lost and copy_s < self.recompute_s(target, kv_tokens)
         self.transfers += 1
         yield cluster.env.timeout(copy_s if carries else 0.0)
         self.transfers -= 1
         cluster.settle()
         health = cluster.groups.health[target]
-        if health.is_parked or health.detected_down or health.is_lost:
-            cluster.put_back(held, is_retry=False)
-            return
+        is_open = not (health.is_parked or health.detected_down or health.is_lost or health.is_draining)
         goal = int(held.rows[0][L.SI_PROMPT] + held.rows[0][L.SI_GENERATED])
         kept = min(kv_tokens, goal - 1) if carries else 0
-        if enqueue_row(cluster.state, target, cluster.env.now, *held.rows, kept) < 0:
+        if not (is_open and cluster.fits(held.request.request_id)[target] and cluster.enter(held, target, kept)):
             cluster.put_back(held, is_retry=False)
-            return
-        cut_jump(cluster.state, target, cluster.env.now)
 
     def copy_s(self, g: int, kv_tokens: int) -> float:
         """Seconds to copy the KV of `kv_tokens` out of group `g`; transfers under way share the link."""
@@ -165,12 +173,26 @@ class Moves:
         link = group.outer_link
         return link.alpha_s + kv_tokens * group.model.kv_bytes_per_token * link.beta_s_per_byte * (1 + self.transfers)
 
+    def recompute_s(self, target: int, kv_tokens: int) -> float:
+        """Seconds in which group `target` would prefill `kv_tokens` tokens by itself, by the schedulers' own model."""
+        state = self._cluster.state
+        plan = int(state.group_int[target, L.GI_PLAN])
+        tokens, pairs = [0, 0], [0.0, 0.0]
+        tokens[plan], pairs[plan] = kv_tokens, 0.5 * kv_tokens * kv_tokens
+        model = (state.predicted_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow)
+        return float(sum(step_parts(target, *model, *tokens, *pairs, 0, 0, 0, 0, 1)[:4]))
+
     def _scale_out(self, command: Command) -> None:
+        self._cluster.groups.health[command.group_index].is_starting = True
         self._cluster.env.process(self._cold_start(command.group_index))
 
     def _cold_start(self, g: int) -> Generator[Any, Any, None]:
         yield self._cluster.env.timeout(self._cluster.options.cold_start_s)
         self._cluster.settle()
+        health = self._cluster.groups.health[g]
+        health.is_starting = False
+        if health.is_gone:
+            return
         fault_process.start(self._cluster, g, 0.0)
         self._cluster.ask_held_again()
 
@@ -179,27 +201,18 @@ class Moves:
         self._cluster.groups.health[command.group_index].is_draining = True
         self._requeue(command)
 
-    def _restart_with(self, g: int, group: TpGroup, plan: SplitPlan) -> None:
-        """Rebuild a living group at once: everybody inside recomputes after the pause."""
-        cluster = self._cluster
-        stop_group(cluster.state, g, cluster.env.now)
-        for slot in list(cluster.state.running[g, : cluster.state.group_int[g, L.GI_RUNNING]]):
-            preempt(cluster.state, g, int(slot), cluster.env.now)
-        flush_idle(cluster.state, g)
-        cluster.groups.rebuild(g, group, plan, int(cluster.groups.corners[g]))
-        fault_process.start(cluster, g, cluster.options.rebuild_s)
-
     def _fall_back(self, command: Command) -> None:
         """Continue on the smallest subset of ranks that fits the model, serially if that is one."""
         groups, g = self._cluster.groups, command.group_index
         speeds = self.declared_health().speed_factors[g]
         plan = fallback_plan(groups.groups[g], speeds)
-        self._restart_with(g, groups.groups[g], plan)
+        fault_process.restart(self._cluster, g, groups.groups[g], plan)
 
     def _restore(self, command: Command) -> None:
         groups, g = self._cluster.groups, command.group_index
-        plan = groups.plan_for(g, self._cluster.options.start_corner)
-        self._restart_with(g, groups.groups[g], plan)
+        plan = self._plan_now(g, "planner")
+        if plan is not None:
+            fault_process.restart(self._cluster, g, groups.groups[g], plan)
 
     def _regroup(self, command: Command) -> None:
         """The parked donor's ranks join the target; the donor is gone for good."""
@@ -211,10 +224,13 @@ class Moves:
         )  # fmt: skip
         if len(merged.ranks) > groups.ranks_max:
             return  # masked; a command from elsewhere changes nothing
-        health = groups.health[command.target_index]
-        health.rank_is_lost = np.concatenate([health.rank_is_lost, np.zeros(len(donor.ranks), np.bool_)])
-        health.slow_compute = np.concatenate([health.slow_compute, np.ones(len(donor.ranks))])
-        health.slow_memory = np.concatenate([health.slow_memory, np.ones(len(donor.ranks))])
-        groups.health[command.group_index].is_lost = True
+        health, gives = groups.health[command.target_index], groups.health[command.group_index]
+        if health.is_lost or gives.is_gone or not gives.is_parked:
+            return
+        health.rank_losses = np.concatenate([health.rank_losses, gives.rank_losses])
+        health.slow_compute = np.concatenate([health.slow_compute, gives.slow_compute])
+        health.slow_memory = np.concatenate([health.slow_memory, gives.slow_memory])
+        gives.is_gone, gives.is_parked, gives.detected_down = True, False, True
         groups.groups[command.target_index] = merged
-        self._restart_with(command.target_index, merged, groups.plan_for(command.target_index, self._cluster.options.start_corner))
+        plan = groups.plan_for(command.target_index, self._cluster.options.start_corner)
+        fault_process.restart(self._cluster, command.target_index, merged, plan)

@@ -21,7 +21,10 @@ REASONS = (
     "retries_spent",
     "run_ended",
     "breaker_open",
+    "preempted_too_often",
 )
+RECORD_REASONS = ("", "queue_timeout", "preempted_too_often", "unservable")
+"""Reason of each kind of finished-request record of the kernel (`layout.RECORD_*`)."""
 
 # columns of the two arrays behind the table
 (OI_KIND, OI_REASON, OI_GROUP, OI_OUTPUT_TOKENS, OI_PREEMPTIONS, OI_ATTEMPTS, OI_HIT_TOKENS) = range(7)
@@ -29,10 +32,14 @@ OUTCOME_INTS = 7
 (OF_ADMITTED_S, OF_FIRST_TOKEN_S, OF_FINISH_S, OF_PARTS) = range(4)  # then one column per latency part
 
 # kernel's record kind -> outcome kind and reason
-_KINDS = np.zeros(3, np.int64)
-_REASONS = np.zeros(3, np.int64)
-_KINDS[[L.RECORD_COMPLETED, L.RECORD_TIMEOUT, L.RECORD_PREEMPTED_OUT]] = OutcomeKind.COMPLETED, OutcomeKind.FAILED, OutcomeKind.UNSERVABLE
-_REASONS[[L.RECORD_TIMEOUT, L.RECORD_PREEMPTED_OUT]] = REASONS.index("queue_timeout"), REASONS.index("unservable")
+_KINDS = np.zeros(4, np.int64)
+_KINDS[[L.RECORD_COMPLETED, L.RECORD_TIMEOUT, L.RECORD_PREEMPTED_OUT, L.RECORD_TOO_LARGE]] = (
+    OutcomeKind.COMPLETED,
+    OutcomeKind.FAILED,
+    OutcomeKind.FAILED,
+    OutcomeKind.UNSERVABLE,
+)
+_REASONS = np.array([REASONS.index(reason) for reason in RECORD_REASONS], np.int64)
 
 
 @kernel
@@ -97,13 +104,19 @@ class OutcomeTable:
         self.ended += count
         return self._sorted[1][:count], self._sorted[2][:count]
 
-    def end(self, request_id: int, kind: OutcomeKind, reason: str, now_s: float, group_index: int = -1) -> None:
-        """End a request that did not complete."""
+    def end(
+        self, request_id: int, kind: OutcomeKind, reason: str, now_s: float, rows: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> None:
+        """End a request that did not complete; `rows` are its slot rows (int, float) if it has been in a group."""
         self.kind[request_id] = kind
         self.reason[request_id] = REASONS.index(reason)
-        self.group_index[request_id] = group_index
         self.finish_s[request_id] = now_s
         self.ended += 1
+        if rows is not None:
+            ints, floats = rows
+            self.admitted_s[request_id], self.first_token_s[request_id] = floats[L.SF_ADMITTED_S], floats[L.SF_FIRST_S]
+            self.output_tokens[request_id] = ints[L.SI_GENERATED]
+            self.preemptions[request_id], self.attempts[request_id] = ints[L.SI_PREEMPTIONS], ints[L.SI_ATTEMPTS]
 
     def outcome(self, i: int) -> RequestOutcome:
         """Row `i` as a value."""

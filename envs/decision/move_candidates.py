@@ -14,6 +14,7 @@ import numpy as np
 from envs.decision import predictor as P
 from envs.decision import split_planner
 from envs.decision.actions import MOVE_COLUMNS
+from envs.decision.split_cost import DEFAULT_TERMS
 from envs.domain.commands import Command, CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.domain.requests import Request
@@ -29,13 +30,17 @@ SPLIT_CANDIDATES = ("compute", "bandwidth", "memory", "planner")
 @dataclass(frozen=True, slots=True, eq=False)
 class DeclaredHealth:
     """What the control plane knows of the groups: parked, draining; speed_factors[g] (ranks,) is measured speed over
-    declared speed, 0 for a lost rank. cold_start_s and rebuild_s are prices in seconds."""
+    declared speed, 0 for a lost rank. cold_start_s and rebuild_s are prices in seconds. overlaps[g]: what the ranks hold
+    beyond their shares, by default the usual window; older[g]: the plan that residents of the plan before the present one
+    still use and their KV tokens, which must move before a third plan lives, by default none."""
 
     is_parked: BoolArray
     is_draining: BoolArray
     speed_factors: tuple[FloatArray, ...]
     cold_start_s: float
     rebuild_s: float
+    overlaps: tuple[Overlap, ...] = ()
+    older: tuple[tuple[SplitPlan, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,8 +93,28 @@ def _step_s(group: TpGroup, plan: SplitPlan, mix: split_planner.StepMix, factors
 
 
 @lru_cache(maxsize=4096)
-def _price_s(group: TpGroup, old: SplitPlan, new: SplitPlan) -> float:
-    return split_planner.resplit_price(group, old, new, overlap_of(group, old)).transfer_s
+def _weights_price(group: TpGroup, old: SplitPlan, new: SplitPlan, overlap: Overlap) -> split_planner.ResplitPrice:
+    return split_planner.resplit_price(group, old, new, overlap)
+
+
+def planned_split(view: ClusterSnapshot, g: int, group: TpGroup, corner: str, factors: FloatArray) -> SplitPlan | None:
+    """The plan that a SET_SPLIT of group `g` toward `corner` means now; None when it is infeasible. Listing and carrying
+    out both ask here, so that what is done is what was priced."""
+    found = _planned(group, corner, current_mix(view, g), _rounded(factors))
+    return None if found is None else found[0]
+
+
+def switch_price_s(
+    group: TpGroup, plan: SplitPlan, new: SplitPlan, overlap: Overlap, older: tuple[SplitPlan, int] | None = None
+) -> float:
+    """Seconds that going from `plan` to `new` stops the group: weights beyond the overlap, and the KV of residents of the
+    `older` plan (plan, KV tokens), which moves to `plan` before a third one lives."""
+    price = _weights_price(group, plan, new, overlap)
+    if older is None or older[1] == 0:
+        return price.transfer_s
+    received = price.weight_bytes + split_planner.resplit_price(group, older[0], plan, kv_tokens=older[1]).kv_bytes
+    alpha_s, beta_s_per_byte = DEFAULT_TERMS.link(group)
+    return float(np.where(received > 0, alpha_s + received * beta_s_per_byte, 0.0).max())
 
 
 def _rounded(factors: FloatArray) -> tuple[float, ...]:
@@ -121,7 +146,9 @@ def split_candidates(
             seen.add((other.query_heads, other.mlp_blocks))
             command = Command(CommandKind.SET_SPLIT, g, argument=split_planner.CORNERS.index(corner))
             everyone = float(view.running[g] + view.waiting[g])
-            row = (_gain(before_s, after_s), np.log1p(_price_s(group, plan, other)), np.log1p(everyone), 0.0, 0.0)
+            overlap = health.overlaps[g] if health.overlaps else overlap_of(group, plan)
+            price_s = switch_price_s(group, plan, other, overlap, health.older[g] if health.older else None)
+            row = (_gain(before_s, after_s), np.log1p(price_s), np.log1p(everyone), 0.0, 0.0)
             rows.append((command, row))
     return _collect(rows)
 
@@ -204,6 +231,8 @@ def _migrate_rows(
             continue
         index = min(decoding, key=lambda i: (int(view.residents.ints[i, 3]), i))
         tokens = int(view.residents.ints[index, 2] + view.residents.ints[index, 3])
+        if tokens >= view.kv_blocks_total[best] * view.kv_block_tokens:
+            continue
         group = groups[int(g)]
         link = group.outer_link
         price_s = link.alpha_s + tokens * group.model.kv_bytes_per_token * link.beta_s_per_byte
@@ -232,7 +261,7 @@ def _scale_rows(
                 everyone = np.log1p(float(view.running[h] + view.waiting[h]))
                 rows.append((command, (0.0, np.log1p(health.rebuild_s), everyone, np.log1p(pressure), 0.0)))
                 break
-    if view.is_up.sum() > 1 and health.is_parked.any():  # only where something can come back
+    if (view.is_up & ~view.is_draining).sum() > 1 and health.is_parked.any():  # only where something can come back
         weakest = int(min(np.flatnonzero(view.is_up & ~view.is_draining), key=lambda g: view.capability[g], default=-1))
         if weakest >= 0:
             everyone = np.log1p(float(view.running[weakest] + view.waiting[weakest]))

@@ -69,6 +69,22 @@ def cut_jump(state, g, now_s):
 
 
 @kernel
+def _observe(group, steps):
+    """Keep forgetting integrals, over busy time, of 1 and of believed / real: their ratio is the group's online correction.
+
+    Integrals, so that it does not matter into how many jumps the time was cut.
+    """
+    real_s = jump_duration_s(group, steps)
+    first_s = jump_duration_s(group, ONE)
+    if first_s <= 0.0:
+        return
+    keep = math.exp(-real_s / FORGET_S)
+    seen_s = FORGET_S * (1.0 - keep)
+    group[L.GF_OBSERVED_S] = group[L.GF_OBSERVED_S] * keep + seen_s
+    group[L.GF_PREDICTED_S] = group[L.GF_PREDICTED_S] * keep + seen_s * group[L.GF_J_BELIEVED_S] / first_s
+
+
+@kernel
 def _finish(state, g, slot, now_s):
     Q.stop_running(state, g, slot)
     return_s = state.group_float[g, L.GF_RETURN_S]
@@ -120,6 +136,36 @@ def _prefill_done(state, g, slot, now_s):
 
 
 @kernel
+def blocks_to_grow(state, g, steps):
+    """Blocks that decoding `steps` more steps would take, by plan slot."""
+    grow0 = grow1 = 0
+    ints = state.group_int[g]
+    block_tokens = ints[L.GI_BLOCK_TOKENS]
+    entry_blocks = -(-ints[L.GI_CACHE_BLOCK_TOKENS] // block_tokens)
+    running = state.running[g]
+    slots = state.slot_int[g]
+    for place in range(ints[L.GI_RUNNING]):
+        row = slots[running[place]]
+        if row[L.SI_PHASE] == L.PHASE_DECODE:
+            wanted = _blocks_wanted(row, row[L.SI_DONE] + steps, block_tokens, entry_blocks)
+            if wanted > 0:
+                if row[L.SI_PLAN] == 0:
+                    grow0 += wanted
+                else:
+                    grow1 += wanted
+    return grow0, grow1
+
+
+@kernel
+def _evict_for_growth(state, g, steps):
+    grow0, grow1 = blocks_to_grow(state, g, steps)
+    if grow0 > 0:
+        kv_pool.room_for(state, g, ZERO, grow0 + grow1)
+    if grow1 > 0:
+        kv_pool.room_for(state, g, ONE, grow0 + grow1)
+
+
+@kernel
 def commit_jump(state, g):
     """Make the planned jump real: clock, cumulated times, tokens, KV, completions."""
     ints = state.group_int[g]
@@ -132,6 +178,9 @@ def commit_jump(state, g):
     group[L.GF_CUM_HOST_S] += steps * group[L.GF_J_HOST_S]
     group[L.GF_BUSY_S] += jump_duration_s(group, steps)
     group[L.GF_CLOCK_S] = group[L.GF_JUMP_END_S]
+    _observe(group, steps)
+    if ints[L.GI_CACHE_IDLE] > 0:  # only now: a jump that was cut short must not have evicted for steps never made
+        _evict_for_growth(state, g, steps)
     ints[L.GI_JUMP_ACTIVE] = 0
     ints[L.GI_STEPS] += steps
     ints[L.GI_EVENTS] += 1
@@ -345,7 +394,7 @@ def _admit_waiting(state, g, budget, decode0, decode1, kv0, kv1, limit_s):
             continue
         whole = kv_pool.blocks_for(state, g, row[L.SI_PROMPT] + row[L.SI_GENERATED])
         if whole > kv_pool.total_blocks(state, g, ints[L.GI_PLAN]):
-            _give_up(state, g, slot, L.RECORD_PREEMPTED_OUT, now_s)
+            _give_up(state, g, slot, L.RECORD_TOO_LARGE, now_s)
             continue
         if budget <= 0 or ints[L.GI_RUNNING] >= ints[L.GI_RUNNING_LIMIT]:
             break
@@ -359,30 +408,9 @@ def _admit_waiting(state, g, budget, decode0, decode1, kv0, kv1, limit_s):
 
 
 @kernel
-def _blocks_to_grow(state, g, steps):
-    """Blocks that decoding `steps` more steps would take, by plan slot."""
-    grow0 = grow1 = 0
-    ints = state.group_int[g]
-    block_tokens = ints[L.GI_BLOCK_TOKENS]
-    entry_blocks = -(-ints[L.GI_CACHE_BLOCK_TOKENS] // block_tokens)
-    running = state.running[g]
-    slots = state.slot_int[g]
-    for place in range(ints[L.GI_RUNNING]):
-        row = slots[running[place]]
-        if row[L.SI_PHASE] == L.PHASE_DECODE:
-            wanted = _blocks_wanted(row, row[L.SI_DONE] + steps, block_tokens, entry_blocks)
-            if wanted > 0:
-                if row[L.SI_PLAN] == 0:
-                    grow0 += wanted
-                else:
-                    grow1 += wanted
-    return grow0, grow1
-
-
-@kernel
 def _kv_allows(state, g, steps):
     """Can every decoding sequence take `steps` more steps? Growth of both plans is charged at the tighter plan's free blocks."""
-    grow0, grow1 = _blocks_to_grow(state, g, steps)
+    grow0, grow1 = blocks_to_grow(state, g, steps)
     if grow0 > 0 and grow0 + grow1 > kv_pool.reachable_blocks(state, g, ZERO):
         return False
     return not (grow1 > 0 and grow0 + grow1 > kv_pool.reachable_blocks(state, g, ONE))
@@ -422,16 +450,7 @@ def _make_room(state, g, now_s):
     alone = ints[L.GI_RUNNING] == 1
     Q.preempt(state, g, victim, now_s)
     if alone or state.slot_int[g, victim, L.SI_PREEMPTIONS] > ints[L.GI_PREEMPTION_LIMIT]:
-        _give_up(state, g, victim, L.RECORD_PREEMPTED_OUT, now_s)
-
-
-@kernel
-def _evict_for_growth(state, g, steps):
-    grow0, grow1 = _blocks_to_grow(state, g, steps)
-    if grow0 > 0:
-        kv_pool.room_for(state, g, ZERO, grow0 + grow1)
-    if grow1 > 0:
-        kv_pool.room_for(state, g, ONE, grow0 + grow1)
+        _give_up(state, g, victim, L.RECORD_TOO_LARGE if alone else L.RECORD_PREEMPTED_OUT, now_s)
 
 
 @kernel
@@ -461,6 +480,10 @@ def plan_jump(state, g):
     ints[L.GI_JUMP_ACTIVE] = 1
     ints[L.GI_JUMP_STEPS] = steps
     group[L.GF_JUMP_START_S] = now_s
+    if steps > 1 and ints[L.GI_WAITING] > 0:  # who waits too long is noticed at the next step, not at the end of the jump
+        timeout_s = state.slot_float[g, state.waiting[g, 0], L.SF_ENQUEUED_S] + group[L.GF_QUEUE_TIMEOUT_S]
+        steps = min(steps, steps_done_by(group, timeout_s, steps) + 1)
+        ints[L.GI_JUMP_STEPS] = steps
     group[L.GF_JUMP_END_S] = now_s + jump_duration_s(group, steps)
 
 
@@ -486,9 +509,8 @@ def _store_times(state, g, parts):
 
 
 @kernel
-def _observe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, decode1, sequences):
-    """Keep forgetting sums of real and believed step times: their ratio is the group's online correction."""
-    group = state.group_float[g]
+def _believe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, decode1, sequences):
+    """Store what the schedulers' model says of the planned jump's first step, for `_observe`."""
     believed = step_parts(
         g,
         state.predicted_rank_cost,
@@ -505,10 +527,7 @@ def _observe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, deco
         decode1,
         sequences,
     )
-    real_s = jump_duration_s(group, ONE)
-    keep = math.exp(-min(real_s, 10.0 * FORGET_S) / FORGET_S)
-    group[L.GF_OBSERVED_S] = group[L.GF_OBSERVED_S] * keep + real_s
-    group[L.GF_PREDICTED_S] = group[L.GF_PREDICTED_S] * keep + believed[0] + believed[1] + believed[2] + believed[3]
+    state.group_float[g, L.GF_J_BELIEVED_S] = believed[0] + believed[1] + believed[2] + believed[3]
 
 
 @kernel
@@ -531,9 +550,17 @@ def _plan_mixed_step(state, g, decode0, decode1, kv0, kv1):
             pairs1 += pairs
         if row[L.SI_DONE] + chunk >= row[L.SI_GOAL]:
             sequences += 1
-    _evict_for_growth(state, g, ONE)
     _store_times(state, g, _time_step(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, ZERO, ZERO, sequences))
-    _observe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, ZERO, ZERO, sequences)
+    _believe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, ZERO, ZERO, sequences)
+
+
+@kernel
+def _same_regime(state, g, steps, regime, decode0, decode1, kv0, kv1):
+    """Is the last of `steps` decode steps timed by the same rank, and its communication hidden or not, as the first?"""
+    last = steps - 1
+    kv0 += last * decode0
+    kv1 += last * decode1
+    return _time_step(state, g, decode0, decode1, 0.0, 0.0, kv0, kv1, decode0, decode1, decode0 + decode1)[6] == regime
 
 
 @kernel
@@ -547,15 +574,13 @@ def _plan_decode_steps(state, g, decode0, decode1, kv0, kv1):
     steps = max(1, _steps_within_kv(state, g, steps))
     decoding = decode0 + decode1
     parts = _time_step(state, g, decode0, decode1, 0.0, 0.0, kv0, kv1, decode0, decode1, decoding)
-    while steps > 1:
-        last = steps - 1
-        end = _time_step(state, g, decode0, decode1, 0.0, 0.0, kv0 + last * decode0, kv1 + last * decode1, decode0, decode1, decoding)
-        if end[6] == parts[6]:
-            break
-        steps = (steps + 1) // 2
-    _evict_for_growth(state, g, steps)
+    if not _same_regime(state, g, steps, parts[6], decode0, decode1, kv0, kv1):
+        # doubling from 1, not halving from `steps`: where a jump ends must not tell how long its sequences will be
+        most, steps = steps, 1
+        while 2 * steps < most and _same_regime(state, g, 2 * steps, parts[6], decode0, decode1, kv0, kv1):
+            steps *= 2
     _store_times(state, g, parts)
-    _observe(state, g, decode0, decode1, 0.0, 0.0, kv0, kv1, decode0, decode1, decoding)
+    _believe(state, g, decode0, decode1, 0.0, 0.0, kv0, kv1, decode0, decode1, decoding)
     return steps
 
 

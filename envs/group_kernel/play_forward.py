@@ -118,6 +118,16 @@ def total_score(scratch, limits, horizon_s):
             first_s = horizon_s
         finish_s = max(first_s, floats[L.RF_FINISH_S])
         total += _score(limits, ints[L.RI_CLASS], ints[L.RI_PROMPT], floats[L.RF_ARRIVAL_S], first_s, finish_s, ints[L.RI_GENERATED])
+    running = scratch.group_int[0, L.GI_RUNNING]
+    for place in range(running + scratch.group_int[0, L.GI_WAITING]):
+        slot = scratch.running[0, place] if place < running else scratch.waiting[0, place - running]
+        ints, floats = scratch.slot_int[0, slot], scratch.slot_float[0, slot]
+        first_s = floats[L.SF_FIRST_S]
+        if math.isnan(first_s):
+            first_s = horizon_s
+        total += _score(
+            limits, ints[L.SI_CLASS], ints[L.SI_PROMPT], floats[L.SF_ARRIVAL_S], first_s, max(first_s, horizon_s), ints[L.SI_GENERATED]
+        )
     return total
 
 

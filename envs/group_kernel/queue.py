@@ -160,8 +160,12 @@ def stop_running(state, g, slot):
 
 @kernel
 def preempt(state, g, slot, now_s):
-    """Send an admitted slot back to the queue under its old key; its KV is lost and will be recomputed."""
+    """Send an admitted slot back to the queue under its old key; its KV is lost and will be recomputed.
+
+    `now_s` lies after the group's clock where a stopped group is emptied: the time between counts as redone.
+    """
     stop_running(state, g, slot)
+    state.slot_float[g, slot, L.SF_PARTS + L.PART_REDONE] += max(0.0, now_s - state.group_float[g, L.GF_CLOCK_S])
     ints = state.slot_int[g, slot]
     ints[L.SI_DONE] = 0
     ints[L.SI_PHASE] = L.PHASE_WAITING

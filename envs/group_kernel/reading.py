@@ -7,7 +7,7 @@ from numba import njit
 
 from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import advance_all, jump_duration_s, steps_done_by
+from envs.group_kernel.advance import advance_all, blocks_to_grow, jump_duration_s, steps_done_by
 from envs.perf_model.compiled import kernel
 
 # integer rows of `read_groups`
@@ -47,7 +47,8 @@ def read_groups(state, now_s, out_int, out_float):
             oldest_s = max(oldest_s, now_s - state.slot_float[g, slot, L.SF_ENQUEUED_S])
         out_int[R_RUNNING, g] = ints[L.GI_RUNNING]
         out_int[R_WAITING, g] = ints[L.GI_WAITING]
-        out_int[R_BLOCKS_FREE, g] = kv_pool.reachable_blocks(state, g, ints[L.GI_PLAN])
+        grown0, grown1 = blocks_to_grow(state, g, done) if done > 0 else (0, 0)
+        out_int[R_BLOCKS_FREE, g] = max(0, kv_pool.reachable_blocks(state, g, ints[L.GI_PLAN]) - grown0 - grown1)
         out_int[R_BLOCKS_TOTAL, g] = kv_pool.total_blocks(state, g, ints[L.GI_PLAN])
         out_int[R_BACKLOG_TOKENS, g] = backlog
         out_int[R_DECODE_KV, g] = decode_kv

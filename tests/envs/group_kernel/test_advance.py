@@ -15,7 +15,7 @@ from envs.perf_model import step_time as ST
 from envs.perf_model.step_time import step_parts
 from tests.oracles import PlainRequest, md1_wait_s, mm1_wait_s, mmc_wait_s, plain_group
 
-COSTS = np.array([4e-6, 2e-3, 1e-10, 2e-8, 1.2e-5, 6e-3, 1e-7, 1e-4, 3e-4])
+COSTS = np.array([4e-6, 2e-3, 1e-10, 2e-8, 1.2e-5, 6e-3, 1e-7, 1e-4, 3e-4, 2e-6])
 
 
 def make_group(groups=1, ranks=2, slots=4096, limit=8, chunk=512, blocks=10**7, block_tokens=16):
