@@ -33,13 +33,13 @@ def small_world(rng: np.random.Generator, requests: int = 60):
 
 
 def small_env(asked=("route",), **settings) -> SchedulingEnv:
-    return SchedulingEnv(
-        small_world, lambda rng: {} if "route" in asked else {"route": Shortest()}, EnvSettings(asked=asked, **settings)
-    )
+    return SchedulingEnv(small_world, lambda rng: {} if "route" in asked else {"route": Shortest()}, EnvSettings(asked=asked, **settings))
 
 
 def fixed_env(spec, asked=("route",), **settings) -> SchedulingEnv:
-    return SchedulingEnv(lambda rng: spec, lambda rng: {} if "route" in asked else {"route": Shortest()}, EnvSettings(asked=asked, **settings))
+    return SchedulingEnv(
+        lambda rng: spec, lambda rng: {} if "route" in asked else {"route": Shortest()}, EnvSettings(asked=asked, **settings)
+    )
 
 
 @pytest.mark.fault("K06")
@@ -133,7 +133,12 @@ def test_the_extreme_states_stay_inside_the_space(asked):
             env.point = env.cluster._ready and _cheap_point(env)
     huge = replace(LIMITS, context_tokens=2_000_000, kv_blocks=200_000)
     long_prompt = world(W.trace([0.0, 1.0, 2.0], [1_000_000, 100, 1_000_000], 64), W.cluster(huge))
-    late = world(W.trace(1e9 + np.arange(40) * 0.1, 300, 30), faults=(FaultEvent(FaultKind.LOST_GROUP, 1e9 + 1, 2.0, W.PAIR),), control_tick_s=1e8, interference_sigma=0.0)
+    late = world(
+        W.trace(1e9 + np.arange(40) * 0.1, 300, 30),
+        faults=(FaultEvent(FaultKind.LOST_GROUP, 1e9 + 1, 2.0, W.PAIR),),
+        control_tick_s=1e8,
+        interference_sigma=0.0,
+    )
     down = world(W.trace(np.arange(30) * 0.5, 300, 30), faults=all_down(), drain_s=20.0)
     for spec in (long_prompt, late, down):
         assert walk_once(fixed_env(spec, asked)) == 0
