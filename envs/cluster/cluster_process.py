@@ -351,7 +351,8 @@ class ClusterProcess:
                 self._refuse(held, "queue_full")
 
     def _refuse(self, held: Held, reason: str) -> None:
-        kind = OutcomeKind.REFUSED if held.rows is None else OutcomeKind.FAILED
+        has_begun = held.rows is not None and not np.isnan(held.rows[1][L.SF_ADMITTED_S])
+        kind = OutcomeKind.FAILED if has_begun else OutcomeKind.REFUSED
         self.end_request(held.request.request_id, kind, reason, held.rows)
 
     def enter(self, held: Held, group_index: int, kv_tokens: int = 0) -> bool:

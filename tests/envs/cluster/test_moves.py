@@ -179,7 +179,7 @@ def migrate_one(**options):
 def test_migration_keeps_generated_tokens_and_pays_for_the_copy():
     """The request leaves at the step boundary, waits for the copy of its KV, and goes on where it was: it prefills one
     token, not its 1,500, and its whole output is what its trace says."""
-    stage, moved, made = migrate_one()
+    stage, moved, _ = migrate_one()
     process = stage.process
     stage.to(2.1)
     while process.moves.transfers == 0 and process.env.now < 4.0:

@@ -132,9 +132,7 @@ def test_shared_blocks_are_held_once():
     assert 10**6 - out_int[2, 0] <= 20 + private + 8 * 8  # growth of the steps under way
 
 
-lives = st.lists(
-    st.tuples(st.floats(0.0, 3.0), st.integers(33, 200), st.integers(1, 120), st.integers(0, 3)), min_size=2, max_size=14
-)
+lives = st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(33, 200), st.integers(1, 120), st.integers(0, 3)), min_size=2, max_size=14)
 
 
 @settings(max_examples=40, deadline=None)
