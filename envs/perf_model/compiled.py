@@ -29,6 +29,13 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
+def inner_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `kernel`, for functions that only other kernels call: without the entry from Python, which takes as long to compile
+    as a small function itself."""
+    compiled: Callable[..., Any] = njit(no_cpython_wrapper=True, **_OPTIONS)(function)
+    return compiled
+
+
 def inlined_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """As `kernel`, its body copied to where it is called; for a few lines in an inner loop."""
     compiled: Callable[..., Any] = njit(inline="always", **_OPTIONS)(function)
