@@ -38,11 +38,14 @@ def main(arguments: list[str] | None = None) -> int:
     from agents.experiment import AGENTS, Experiment
     from agents.experiment_config import load_experiment
     from agents.report import print_table
+    from agents.worker_processes import end_workers
 
     console = Console()
     try:
         config = load_experiment(options.experiment)
         if options.seed is not None:
+            if options.seed < 0:
+                raise ValueError(f"--seed {options.seed} must be at least 0")
             config = config.model_copy(update={"seed": options.seed})
         agents = AGENTS if options.agent == "all" else (options.agent,)
         if options.decisions is not None:
@@ -54,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.resume and run_dir.exists() and any(run_dir.iterdir()):
             raise ValueError(f"--run-dir {run_dir} is not empty; name a new directory or pass --resume")
         experiment = Experiment(config, run_dir, console, options.processes)
+        experiment.check(agents)
     except ValueError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
@@ -61,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         results = experiment.run(agents, resume=options.resume)
     except KeyboardInterrupt:
+        end_workers()
         print(f"train.py: interrupted; go on with --resume --run-dir {run_dir}", file=sys.stderr)
         return 1
     finally:

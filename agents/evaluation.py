@@ -15,6 +15,7 @@ import numpy as np
 from agents import heuristics
 from agents.heuristics.predicting import LinearScore
 from agents.policy_bundle import BundlePolicy, load_bundle
+from agents.worker_processes import die_with_parent
 from envs.cluster.clairvoyant import Clairvoyant
 from envs.cluster.cluster_process import ClusterProcess
 from envs.cluster.world import WorldSpec
@@ -56,7 +57,7 @@ class BundleScheduler:
         return self._bundle.choose(candidates, context, point.mask.astype(np.float32))
 
 
-FALLBACKS: dict[Decision, str] = {"route": "least_completion", "split": "planner", "rebalance": "threshold"}
+FALLBACKS: dict[Decision, str] = {"route": "net_utility", "split": "planner", "rebalance": "threshold"}
 
 
 def make_scheduler(decision: Decision, text: str, rng: np.random.Generator, cluster: ClusterProcess) -> Scheduler:
@@ -99,7 +100,11 @@ class WorldRunner:
     """Runs (world, contestant) pairs on `processes` workers (1 = in this process); close it or use it in a `with`."""
 
     def __init__(self, processes: int = 2) -> None:
-        self._pool = ProcessPoolExecutor(processes, mp_context=get_context("forkserver")) if processes > 1 else None
+        if processes < 1:
+            raise ValueError(f"processes={processes} must be at least 1")
+        self._pool = None
+        if processes > 1:
+            self._pool = ProcessPoolExecutor(processes, get_context("forkserver"), initializer=die_with_parent)
 
     def __enter__(self) -> WorldRunner:
         return self

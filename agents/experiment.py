@@ -31,7 +31,8 @@ from envs.decision.objective import smallest_limit_multiplier
 from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
 from envs.scenario.cluster_file import load_cluster
 from envs.scheduling_env import ALL_DECISIONS, EnvSettings, SchedulingEnv
-from envs.traces.default_traces import default_trace
+from envs.traces import load_trace
+from envs.traces.default_traces import FILES, default_trace
 from envs.traces.trace_table import TraceTable
 from envs.unloaded import unloaded_times
 from envs.world_sampler import WorldSampler
@@ -40,7 +41,18 @@ CEILING = "clairvoyant (unreachable)"
 REFERENCE = "net_utility"  # the strongest closed-form router on every validation set so far; it defines load 1.0
 AGENTS: tuple[str, ...] = ("route", "split", "rebalance")
 DEFAULT_PPO: dict[str, dict[str, Any]] = {
-    "route": {"total_decisions": 120_000, "n_steps": 512, "minibatch_size": 256, "learning_rate": 1e-3, "gamma_per_s": 0.5, "lambda_per_s": 0.2},
+    "route": {
+        "total_decisions": 120_000,
+        "n_steps": 512,
+        "minibatch_size": 256,
+        "learning_rate": 1e-3,
+        "epochs": 5,
+        "kl_stop": 0.03,
+        "entropy_coefficient": 5e-4,
+        # a third of a second: losses are booked when foreseen, so the critic need not carry them far
+        "gamma_per_s": 0.05,
+        "lambda_per_s": 0.05,
+    },
     "split": {
         "total_decisions": 6_000,
         "n_steps": 128,
@@ -116,6 +128,37 @@ class Experiment:
         self.validation: tuple[WorldSpec, ...] = ()
         self.test: tuple[WorldSpec, ...] = ()
 
+    def check(self, agents: Sequence[str]) -> None:
+        """Raise ValueError now for names and settings that would fail after minutes of work."""
+        compare, rng = self.config.compare, np.random.default_rng(0)
+        for decision, names in (("route", compare.routers), ("split", compare.splitters), ("rebalance", compare.rebalancers)):
+            if not names:
+                raise ValueError(f"compare: no {decision} heuristic is listed; give at least one")
+            for name in names:
+                heuristics.make(decision, name, rng)
+        for agent in agents:
+            self._ppo_settings(agent).check_rollout(self.config.training_environments)
+        for agent in agents:
+            rows = self.config.max_candidates.get(agent)
+            if rows is None:
+                raise ValueError(f"max_candidates: no size for {agent}; name every agent that is trained")
+            for cluster in self.sampler.clusters:
+                candidates = len(cluster.groups) + 2  # hold and refuse
+                if agent in ("route", "joint") and candidates > rows:
+                    raise ValueError(f"max_candidates.{agent}={rows}: {cluster.name} has {candidates} in a route decision; raise it")
+        choice = self.config.trace
+        for name, window_s in (("train_s", choice.train_s), ("validation_s", choice.validation_s), ("test_s", choice.test_s)):
+            first, last = np.searchsorted(self.trace.arrival_s, window_s)
+            if last - first < 2:
+                raise ValueError(f"trace.{name}={window_s} holds {last - first} requests of {self.trace_label}; choose a longer window")
+
+    def _ppo_settings(self, agent: str) -> PpoSettings:
+        overrides = DEFAULT_PPO[agent] | self.config.ppo.get(agent, {})
+        try:
+            return PpoSettings(**({"seed": self._ppo_seed} | overrides))
+        except TypeError as error:
+            raise ValueError(f"ppo.{agent}: {error}") from error
+
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False)
 
@@ -133,8 +176,8 @@ class Experiment:
         self.say(f"finished in {(time.monotonic() - begin) / 60:.1f} min")
         return results
 
-    def find_load(self) -> None:
-        """Load 1.0 by bisection on validation worlds, then the validation and test worlds at the configured loads."""
+    def find_load(self, load_one_scale: float | None = None) -> None:
+        """Load 1.0 by bisection on validation worlds (unless given as a rate scale), then the validation and test worlds."""
         choice = self.config.worlds
         sampler = self._window(self.config.trace.validation_s, "validation")
         reference = Contestant("reference", REFERENCE)
@@ -142,8 +185,12 @@ class Experiment:
         def worlds_at(scale: float) -> Sequence[WorldSpec]:
             return sampler.at_rate(scale).fixed(4, self._validation_seed)
 
-        self.load_one = load_one(self.runner, worlds_at, reference, 1.0, 4.0)
-        self.say(f"load 1.0 = trace x {self.load_one:.2f} ({REFERENCE} keeps 95 % goodput on validation worlds)")
+        if load_one_scale is None:
+            # rounded before use, so that the printed number asks for the same worlds again
+            self.load_one = float(f"{load_one(self.runner, worlds_at, reference, 1.0, 4.0):.4g}")
+            self.say(f"load 1.0 = trace x {self.load_one:g} ({REFERENCE} keeps 95 % goodput on validation worlds)")
+        else:
+            self.load_one = load_one_scale
         scales = tuple(load * self.load_one for load in choice.test_load)
         self.validation = replace(sampler, rate_scales=scales).fixed(self.config.compare.validation_worlds, self._validation_seed)
         test = self._window(self.config.trace.test_s, "test")
@@ -151,13 +198,18 @@ class Experiment:
 
     def choose_heuristics(self) -> None:
         """Tune the linear score on training worlds; pick the best router, splitter and rebalancer on validation."""
-        compare = self.config.compare
         self.linear = self._tune_linear()
-        routers = {name: name for name in compare.routers} | {"linear_cem": self.linear}
+        self.pick_heuristics()
+
+    def pick_heuristics(self) -> None:
+        """The best router, splitter and rebalancer of the compared ones, on validation worlds."""
+        compare = self.config.compare
+        routers = {name: name for name in compare.routers} | ({"linear_cem": self.linear} if self.linear else {})
         contestants = [Contestant(name, text) for name, text in routers.items()]
         scores = self._mean_goodput(self.validation, contestants, "routers on validation")
         self.best.scores = {name: round(score, 4) for name, score in scores.items()}
         deciding = {name: score for name, score in scores.items() if name != "what_if"}  # it costs milliseconds a decision
+        deciding = deciding or scores  # nothing else was compared
         self.best.route = routers[max(deciding, key=deciding.__getitem__)]
         splitters = [Contestant(name, self.best.route, name) for name in compare.splitters]
         split_scores = self._mean_goodput(self.validation, splitters, "splits on validation")
@@ -173,8 +225,7 @@ class Experiment:
         """Train one agent, export its bundle; returns the bundle's directory."""
         config = self.config
         asked: tuple[Decision, ...] = ALL_DECISIONS if agent == "joint" else (agent,)  # type: ignore[assignment]
-        overrides = DEFAULT_PPO[agent] | config.ppo.get(agent, {})
-        settings = PpoSettings(**({"seed": self._ppo_seed} | overrides))
+        settings = self._ppo_settings(agent)
         env_settings = EnvSettings(
             asked=asked, max_candidates=config.max_candidates[agent], discount_per_s=config.discount_per_s,
             lateness_price=config.lateness_price, shaping=config.shaping,
@@ -208,7 +259,7 @@ class Experiment:
         for (_, contestant), summary in zip(pairs, found, strict=True):
             policies[contestant.name].append(summary)
         return EvaluationResults(
-            trace_name=self.trace.source,
+            trace_name=self.trace_label,
             is_synthetic=self.trace.synthetic,
             world_names=tuple(world.name for world in self.test),
             policies={name: tuple(rows) for name, rows in policies.items()},
@@ -225,6 +276,11 @@ class Experiment:
         tag = "train/validation_score"
         return tuple({"decisions": row["decisions"], "score": row[tag]} for row in rows if tag in row)
 
+    @property
+    def trace_label(self) -> str:
+        """Name of the traffic for reports: without the folder, which is the machine's own."""
+        return f"{Path(self.config.trace.name).name} ({Path(self.trace.source).name})"
+
     def _route_name(self) -> str:
         return "linear_cem" if self.best.route.startswith("linear") else self.best.route
 
@@ -232,7 +288,7 @@ class Experiment:
 
     def _load_trace(self) -> TraceTable:
         choice = self.config.trace
-        table = default_trace(choice.name)
+        table = load_trace(choice.name, choice.format) if _is_file(choice.name) else default_trace(choice.name)
         label = "SYNTHETIC twin" if table.synthetic else "real trace"
         self.say(f"traffic: {choice.name} ({label}): {len(table.arrival_s):,} requests over {table.arrival_s[-1]:,.0f} s")
         return table
@@ -299,7 +355,8 @@ class Experiment:
         report = export_bundle(
             trained.policy, directory, schema,
             evaluation={"validation_goodput": trained.best_score, "heuristics_on_validation": self.best.scores},
-            provenance=provenance(self.config.model_dump(), self.config.seed) | {"trace": self.trace.source, "synthetic": self.trace.synthetic},
+            provenance=provenance(self.config.model_dump(), self.config.seed)
+            | {"trace": self.trace_label, "synthetic": self.trace.synthetic},
         )  # fmt: skip
         self.say(
             f"PPO {agent}: validation goodput {trained.best_score:.4f}; bundle {directory} "
@@ -310,7 +367,8 @@ class Experiment:
     def _contestants(self, bundles: dict[str, Path]) -> list[Contestant]:
         compare, best = self.config.compare, self.best
         rows = [Contestant(name, name) for name in compare.routers]
-        rows.append(Contestant("linear_cem", self.linear))
+        if self.linear:
+            rows.append(Contestant("linear_cem", self.linear))
         rows += [Contestant(f"split:{name}", best.route, name) for name in compare.splitters]
         rows += [Contestant(f"rebalance:{name}", best.route, best.split, name) for name in compare.rebalancers]
         if compare.clairvoyant:
@@ -338,6 +396,11 @@ class Experiment:
 
     def _bar(self) -> Progress:
         return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self.console)
+
+
+def _is_file(name: str) -> bool:
+    """Whether `name` means a trace file rather than one of the named traces."""
+    return name not in FILES and Path(name).is_file()
 
 
 def _linear(weights: np.ndarray) -> str:

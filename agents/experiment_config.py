@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class TraceChoice(BaseModel, extra="forbid"):
         for name, (begin, end) in windows:
             if end <= begin:
                 raise ValueError(f"{name}=({begin}, {end}) ends before it begins")
-        for (left, a), (right, b) in zip(windows, windows[1:], strict=False):
+        for (left, a), (right, b) in pairwise(windows):
             if b[0] < a[1]:
                 raise ValueError(f"{left}={a} and {right}={b} overlap; training and test must not share requests")
         return self
@@ -42,7 +43,7 @@ class TraceChoice(BaseModel, extra="forbid"):
 class WorldChoice(BaseModel, extra="forbid"):
     """Worlds. `train_load` and `test_load` are shares of load 1.0 (DESIGN section 8), which is found by bisection."""
 
-    clusters: list[str] = ["mixed-70b"]
+    clusters: list[str] = Field(["mixed-70b"], min_length=1)
     requests: PositiveInt = 400
     train_load: tuple[PositiveFloat, PositiveFloat] = (0.5, 1.3)
     test_load: tuple[PositiveFloat, PositiveFloat] = (0.7, 1.15)

@@ -31,7 +31,7 @@ DESCRIPTION_FILE = "bundle.json"
 DESCRIPTION_BYTES_MAX = 1 << 20
 WEIGHTS_BYTES_MAX = 32 << 20
 WIDTH_MAX = 4096
-DECISION_KINDS = ("route", "split", "rebalance")
+DECISION_KINDS = ("route", "split", "rebalance", "joint")
 TIE_TOLERANCE = 1e-5
 """Scores this close count as equal and the lowest index wins, so that rounding cannot decide between equal candidates."""
 

@@ -9,7 +9,7 @@ import html
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -200,24 +200,72 @@ def table_cells(row: PolicyRow, classes: Sequence[str]) -> list[str]:
     return cells
 
 
+def _terminal_columns(rows: Sequence[PolicyRow], width: int) -> list[list[tuple[str, list[str]]]]:
+    """Columns (title, cells) of one or more tables that each fit `width` characters beside the policy's name.
+
+    Everything in one table where there is room; else the columns that decide, packed in order.
+    """
+    classes = sorted({name for row in rows for name in row.per_class})
+    everything = list(zip(table_header(rows), zip(*(table_cells(row, classes) for row in rows), strict=True), strict=True))
+    columns = [(title, list(cells)) for title, cells in everything[1:]]
+    room = width - _column_width("policy", [row.name for row in rows]) - 1
+    if sum(_column_width(title, cells) for title, cells in columns) <= room:
+        return [columns]
+    wanted = {"goodput %", *(f"{name} %" for name in classes), "refused", "TTFT p50 s", "TTFT p95 s", "TTFT p99 s", "TPOT p99 s"}
+    short = [(title.replace(" ", "\n", 1), cells) for title, cells in columns if title in wanted]
+    unserved = [str(sum(n for name, n in row.counts.items() if name not in ("COMPLETED", "REFUSED"))) for row in rows]
+    short.append(("failed", unserved))
+    short.sort(key=lambda column: column[0][:4] in ("TTFT", "TPOT"))  # goodput and outcomes first, latencies after
+    tables: list[list[tuple[str, list[str]]]] = [[]]
+    left = room
+    latency_width = sum(_column_width(title, cells) for title, cells in short if title[:4] in ("TTFT", "TPOT"))
+    for title, cells in short:
+        needed = _column_width(title, cells)
+        is_first_latency = title.startswith("TTFT\np50")  # latencies stay together where a table of their own holds them
+        if (needed > left or (is_first_latency and left < latency_width <= room)) and tables[-1]:
+            tables.append([])
+            left = room
+        tables[-1].append((title, cells))
+        left -= needed
+    return tables
+
+
+def _column_width(title: str, cells: Sequence[str]) -> int:
+    """Characters that a column takes in the terminal: its longest line, two of padding, one border."""
+    return max(len(text) for text in (*title.split("\n"), *cells)) + 3
+
+
 def print_table(results: EvaluationResults, console: Any = None, rng: np.random.Generator | None = None) -> None:
-    """Print the headline and the table with rich; `console` is a rich Console (standard output when None)."""
+    """Print the table, folded to the console's width, and the headline; `console` is a rich Console (None: standard output)."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     output = console if console is not None else Console()
     generator = rng if rng is not None else np.random.default_rng(0)
     rows = table_rows(results, generator)
-    classes = sorted({name for row in rows for name in row.per_class})
-    table = Table(title=f"{results.trace_name}, {len(results.world_names)} worlds{' (SYNTHETIC trace)' if results.is_synthetic else ''}")
-    for index, title in enumerate(table_header(rows)):
-        table.add_column(title, justify="left" if index == 0 else "right")
-    for row in rows:
-        style = "bold" if row.name in results.learned else None
-        table.add_row(*table_cells(row, classes), style=style)
-    output.print(table)
+    names = [row.name + (" *" if row.name == results.best_heuristic else "") for row in rows]
+    requests = sum(rows[0].counts.values())
+    synthetic = ", SYNTHETIC trace" if results.is_synthetic else ""
+    output.print(
+        f"{results.trace_name}: {len(results.world_names)} worlds, {requests:,} requests for each policy{synthetic}",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    for columns in _terminal_columns([replace(row, name=name) for row, name in zip(rows, names, strict=True)], output.width):
+        table = Table()
+        table.add_column("policy", overflow="fold")
+        for title, _ in columns:
+            table.add_column(title, justify="right", no_wrap=True)
+        for index, row in enumerate(rows):
+            cells = [cells[index] for _, cells in columns]
+            table.add_row(*(escape(cell) for cell in (names[index], *cells)), style="bold" if row.name in results.learned else None)
+        output.print(table)
+    output.print(
+        "* best heuristic on validation. failed: lost, unservable or unfinished. Failures stand at the worst value in percentiles.",
+        highlight=False,
+    )
     for sentence in headline(results, comparisons(results, generator)):
-        output.print(sentence)
+        output.print(sentence, markup=False)
 
 
 def write_report(results: EvaluationResults, path: str | os.PathLike[str], rng: np.random.Generator | None = None) -> Path:

@@ -4,11 +4,7 @@ parent, elapsed seconds and cuts kept for the buffer, and episodes that can be r
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
 from typing import Any
 
 import gymnasium
@@ -16,6 +12,7 @@ import numpy as np
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecEnvWrapper
 
 from agents.smdp_buffer import Transitions
+from agents.worker_processes import die_with_parent
 
 STREAM_SCALING, STREAM_CLONING, STREAM_TRAINING = 0, 1, 2
 """Phases with random streams of their own, so that recording more observations does not move the training episodes."""
@@ -98,22 +95,6 @@ class _WorkerEnv:
         if multiprocessing.parent_process() is not None:
             die_with_parent()
         return SeededEpisodes(self.factory(), self.root_seed, self.env_index)
-
-
-def die_with_parent() -> None:
-    """End this process as soon as its parent is gone, also in the middle of a long step.
-
-    Ctrl-C reaches the whole process group; the parent decides what it means, so workers ignore it.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 class SmdpVecEnv(VecEnvWrapper):

@@ -188,7 +188,7 @@ def _short(share: Mapping[str, Any]) -> dict[str, Any]:
         "goodput_per_s": share["goodput_per_s"],
         "value_mean": share["value_mean"],
         "count": share["arrived"],
-        "counts": share["outcomes"],
+        "counts": {name.upper(): count for name, count in share["outcomes"].items()},  # as OutcomeKind spells them
         "ttft_s": {name: latency["ttft_s"][name] for name in PERCENTILE_NAMES},
         "tpot_s": {name: latency["tpot_s"][name] for name in PERCENTILE_NAMES},
         "e2e_s": {name: latency["e2e_s"][name] for name in PERCENTILE_NAMES},

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from envs.cluster.faults import FaultRates
+from envs.cluster.faults import FaultEvent, FaultKind, FaultRates
 from envs.cluster.world import WorldOptions, WorldSpec
 from envs.scenario.cluster_spec import ClusterSpec
 from envs.traces.trace_table import TraceTable
@@ -18,6 +18,14 @@ def first_rows(trace: TraceTable, begin: int, count: int) -> TraceTable:
     part = trace.take(np.arange(begin, begin + count))
     _, ids = np.unique(part.prefix_ids, return_inverse=True)
     return replace(part, arrival_s=part.arrival_s - part.arrival_s[0], prefix_ids=ids.astype(np.int64))
+
+
+def scripted_faults(cluster: ClusterSpec) -> tuple[FaultEvent, ...]:
+    """The faults that the cluster file scripts, for the simulated world; they strike besides the random ones."""
+    return tuple(
+        FaultEvent(FaultKind[fault.kind.upper()], fault.start_s, fault.length_s, fault.group_index, fault.rank_index, fault.size)
+        for fault in cluster.faults
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,8 @@ class WorldSampler:
             rates = self.fault_rates.scaled(float(fault_rng.uniform(*self.fault_factors)))
         seed = int(seed_rng.integers(2**62))
         cluster = self.clusters[int(cluster_rng.integers(len(self.clusters)))]
-        return WorldSpec(cluster, table, seed, self.options, fault_rates=rates, name=f"{self.name}@{begin}x{scale:.2f}")
+        name = f"{self.name}@{begin}x{scale:.2f}"
+        return WorldSpec(cluster, table, seed, self.options, scripted_faults(cluster), rates, name)
 
     def fixed(self, count: int, seed: int) -> tuple[WorldSpec, ...]:
         """`count` worlds that are the same for everybody who asks with `seed` (paired evaluation)."""

@@ -136,3 +136,38 @@ def test_terminal_table_shows_every_policy():
     text = output.getvalue()
     for part in ("ppo", "round_robin", "least_work_left", "TTFT p99 s", "+2.0 [+2.0, +2.0]"):
         assert part in text
+
+
+def many_policies() -> EvaluationResults:
+    """Twenty-five policies with names as long as the real ones."""
+    names = [f"rebalance:virtual_usage_{i}" for i in range(24)] + ["least_work_left"]
+    policies = {name: tuple(summary(0.9 - 0.01 * i) for _ in range(WORLDS)) for i, name in enumerate(names)}
+    return results(policies=policies, learned=(), learning_curve=())
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140, 260])
+def test_terminal_table_fits_any_width_and_cuts_no_number(width):
+    """Every line fits; every policy's goodput, TTFT p99 and failures stand there whole, however many tables that takes."""
+    output = io.StringIO()
+    print_table(many_policies(), Console(file=output, width=width))
+    lines = output.getvalue().splitlines()
+    assert max(len(line) for line in lines[1:]) <= width
+    assert "…" not in output.getvalue()
+    ours = [line for line in lines if "rebalance:virtual_usage_7 " in line]
+    joined = " ".join(ours)
+    assert "83.0 [83.0, 83.0]" in joined
+    assert re.search(r"\b2\b", joined), "TTFT p99 of 2 s"
+    assert re.search(r"\b12\b", joined), "refused, and unfinished"
+
+
+def test_terminal_table_is_two_tables_at_eighty_columns():
+    output = io.StringIO()
+    print_table(many_policies(), Console(file=output, width=80))
+    assert sum(line.startswith("┏") for line in output.getvalue().splitlines()) == 2
+
+
+def test_terminal_table_says_how_many_requests_and_who_is_the_reference():
+    output = io.StringIO()
+    print_table(results(is_synthetic=True), Console(file=output, width=80))
+    assert "12 worlds, 120 requests for each policy, SYNTHETIC trace" in output.getvalue()
+    assert "least_work_left *" in output.getvalue()

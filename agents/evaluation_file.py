@@ -1,0 +1,90 @@
+"""The evaluation file: results, the bundles they belong to, and a digest over both, optionally signed with a key.
+
+It is what a rollout asks for before a policy may decide anything: the numbers, and proof that they are of this bundle and
+were not edited since. The digest finds accidents; only the HMAC, with a key that the author of a change does not hold,
+finds intent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agents.checkpoints import replace_file
+from agents.policy_bundle import DESCRIPTION_FILE, WEIGHTS_FILE
+
+FORMAT_VERSION = 1
+KEY_BYTES_MIN = 16
+
+
+class EvaluationFileError(ValueError):
+    """The file is not an evaluation, was changed, or is signed with another key; one line says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationFile:
+    """results: `EvaluationResults` as a mapping. bundles: kind of decision -> SHA-256 of each of the bundle's files."""
+
+    experiment: str
+    results: Mapping[str, Any]
+    comparisons: tuple[Mapping[str, Any], ...]
+    bundles: Mapping[str, Mapping[str, str]]
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "format_version": FORMAT_VERSION,
+            "experiment": self.experiment,
+            "bundles": {kind: dict(digests) for kind, digests in self.bundles.items()},
+            "comparisons": [dict(row) for row in self.comparisons],
+            "results": dict(self.results),
+        }
+
+    def write(self, path: Path, key: bytes | None = None) -> None:
+        """Write the file in one step. Raises ValueError for a number that is not finite or a key that is too short."""
+        content = self._content()
+        data = _canonical(content)
+        content["sha256"] = hashlib.sha256(data).hexdigest()
+        content["hmac_sha256"] = None if key is None else _sign(data, key)
+        replace_file(path, json.dumps(content, indent=1, allow_nan=False).encode())
+
+
+def bundle_digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of a bundle's two files, by file name."""
+    return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in (DESCRIPTION_FILE, WEIGHTS_FILE)}
+
+
+def read_evaluation_file(path: Path, key: bytes | None = None) -> EvaluationFile:
+    """Read and check an evaluation file; with a key it must be signed with that key. Raises EvaluationFileError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        claimed, signature = content.pop("sha256"), content.pop("hmac_sha256")
+        version = content["format_version"]
+        if version != FORMAT_VERSION:
+            raise EvaluationFileError(f"{path.name}: format_version={version}; this program reads {FORMAT_VERSION}: evaluate again")
+        found = EvaluationFile(content["experiment"], content["results"], tuple(content["comparisons"]), content["bundles"])
+        data = _canonical(content)
+    except EvaluationFileError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EvaluationFileError(f"{path.name}: not an evaluation file ({type(error).__name__}: {error}); run agents.evaluate") from error
+    if hashlib.sha256(data).hexdigest() != claimed:
+        raise EvaluationFileError(f"{path.name}: its content differs from its digest; it was changed after it was written")
+    if key is not None and not hmac.compare_digest(_sign(data, key), signature if isinstance(signature, str) else ""):
+        raise EvaluationFileError(f"{path.name}: {'signed with another key' if signature else 'not signed'}; evaluate with --key-file")
+    return found
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    """Bytes that depend on the values alone, not on spacing or order."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _sign(data: bytes, key: bytes) -> str:
+    if len(key) < KEY_BYTES_MIN:
+        raise ValueError(f"signing key of {len(key)} bytes; give at least {KEY_BYTES_MIN}, e.g. from `openssl rand -hex 32`")
+    return hmac.new(key, data, hashlib.sha256).hexdigest()
