@@ -25,6 +25,7 @@ from agents.policy_bundle import BundleSchema
 from agents.ppo_training import PpoSettings, RolloutProgress, TrainedPolicy, train_ppo
 from agents.provenance import provenance
 from agents.report import EvaluationResults, write_report
+from envs.cluster.warm_up import compile_kernels
 from envs.cluster.world import WorldSpec
 from envs.decision.actions import Decision, Scheduler
 from envs.decision.objective import smallest_limit_multiplier
@@ -116,6 +117,7 @@ class Experiment:
         self.config = config
         self.run_dir = run_dir
         self.console = console
+        self.say(f"kernels compiled or read from disk in {compile_kernels():.1f} CPU s")  # once, before worker processes start
         self.runner = WorldRunner(processes)
         self.trace = self._load_trace()
         self.best = Best()

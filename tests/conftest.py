@@ -22,3 +22,11 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no measured data at {folder}; set BALLAST_SHARED to the folder that holds it")
     return folder
+
+
+@pytest.fixture(scope="session")
+def kernels() -> None:
+    """Compiled before the test begins: for tests with a time limit, or that start processes which would all compile."""
+    from envs.cluster.warm_up import compile_kernels  # here, since most tests need no kernel
+
+    compile_kernels()

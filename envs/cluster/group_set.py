@@ -6,6 +6,8 @@ Holds two sets of coefficients side by side: the world's (residual tables, inter
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from envs.cluster.world import WorldOptions
@@ -65,6 +67,51 @@ class GroupHealth:
         return self.rank_losses > 0
 
 
+# What follows from hardware and plan alone is kept between worlds: a training environment starts a new one every few
+# hundred decisions, mostly on the same groups. The arrays are read only.
+_kept = lru_cache(maxsize=1024)
+
+
+@_kept
+def _planned(group: TpGroup, corner: str, speed_factors: tuple[float, ...]) -> SplitPlan:
+    return split_planner.corner_plan(group, corner, IDLE_MIX, speed_factors=np.array(speed_factors))
+
+
+@_kept
+def _overlap(group: TpGroup, plan: SplitPlan, memory_fraction: float) -> Overlap:
+    window = overlap_of(group, plan)
+    return window if memory_fit.fits(group, plan, 1024, memory_fraction, window) else NO_OVERLAP
+
+
+@_kept
+def _group_row(group: TpGroup) -> FloatArray:
+    reduce = all_reduce.affine_coefficients(group)
+    return _read_only(group_cost.group_cost_row(group, reduce.alpha_s, reduce.beta_s_per_byte))
+
+
+@_kept
+def _rank_rows(group: TpGroup, plan: SplitPlan, with_residuals: bool) -> FloatArray:
+    return _read_only(group_cost.rank_cost_rows(group, plan, with_residuals=with_residuals))
+
+
+@_kept
+def _kv_bytes_per_token(group: TpGroup, plan: SplitPlan) -> FloatArray:
+    return _read_only(memory_fit.kv_bytes_per_token(group.model, plan))
+
+
+@_kept
+def _kv_bytes(group: TpGroup, plan: SplitPlan, memory_fraction: float) -> FloatArray:
+    """Bytes per rank that weights and workspace leave for KV, never negative."""
+    weights = memory_fit.weight_bytes(group.model, plan, _overlap(group, plan, memory_fraction))
+    left = memory_fit.usable_bytes(group, memory_fraction) - weights - memory_fit.workspace_bytes(group.model, plan)
+    return _read_only(np.maximum(left, 0.0))
+
+
+def _read_only(array: FloatArray) -> FloatArray:
+    array.setflags(write=False)
+    return array
+
+
 class GroupSet:
     """Kernel state of every group of a cluster, built from specs; changes of plan, speed and health go through here."""
 
@@ -119,17 +166,15 @@ class GroupSet:
         """Plan of one corner for group `g`, over its healthy ranks. Raises InfeasibleSplit when the model does not fit."""
         factors = np.ones(len(self.groups[g].ranks)) if speed_factors is None else np.array(speed_factors, np.float64)
         factors[self.health[g].rank_is_lost] = 0.0
-        return split_planner.corner_plan(self.groups[g], corner, IDLE_MIX, speed_factors=factors)
+        return _planned(self.groups[g], corner, tuple(factors.tolist()))
 
     def overlap(self, g: int) -> Overlap:
         """What group `g`'s ranks hold beyond their shares: none where even one head more would not fit."""
-        window = overlap_of(self.groups[g], self.plans[g])
-        return window if memory_fit.fits(self.groups[g], self.plans[g], 1024, self.options.memory_fraction, window) else NO_OVERLAP
+        return _overlap(self.groups[g], self.plans[g], self.options.memory_fraction)
 
     def _write_group(self, g: int) -> None:
         group = self.groups[g]
-        reduce = all_reduce.affine_coefficients(group)
-        row = group_cost.group_cost_row(group, reduce.alpha_s, reduce.beta_s_per_byte)
+        row = _group_row(group)
         self.state.predicted_group_cost[g] = row
         row = row.copy()
         row[ST.GC_INTERFERENCE] = self.interference[g]
@@ -143,21 +188,19 @@ class GroupSet:
         group = self.groups[g]
         self.slot_plans[g][slot] = plan
         ranks = len(group.ranks)
-        true_rows = group_cost.rank_cost_rows(group, plan, with_residuals=self.options.use_residual_tables)
-        believed = group_cost.rank_cost_rows(group, plan)
+        true_rows = _rank_rows(group, plan, self.options.use_residual_tables)
+        believed = _rank_rows(group, plan, False)
         for cost, rows in ((self.state.rank_cost, true_rows), (self.state.predicted_rank_cost, believed)):
             cost[g, slot] = 0.0
             cost[g, slot, :ranks] = rows
         self.state.kv_block_bytes[g, slot] = 0.0
-        self.state.kv_block_bytes[g, slot, :ranks] = memory_fit.kv_bytes_per_token(group.model, plan) * self.limits.kv_block_tokens
+        self.state.kv_block_bytes[g, slot, :ranks] = _kv_bytes_per_token(group, plan) * self.limits.kv_block_tokens
 
     def _fit_memory(self, g: int) -> None:
         """Bytes left for KV on each rank: usable memory less weights and workspace of the plan in force."""
         group, plan = self.groups[g], self.plans[g]
-        left = memory_fit.usable_bytes(group, self.options.memory_fraction)
-        left = left - memory_fit.weight_bytes(group.model, plan, self.overlap(g)) - memory_fit.workspace_bytes(group.model, plan)
         self.state.kv_bytes[g] = 0.0
-        self.state.kv_bytes[g, : len(group.ranks)] = np.maximum(left, 0.0)
+        self.state.kv_bytes[g, : len(group.ranks)] = _kv_bytes(group, plan, self.options.memory_fraction)
         if self.limits.kv_blocks is not None:  # a declared pool, as in tests of tiny caches
             cap = self.limits.kv_blocks * self.state.kv_block_bytes[g, self.state.group_int[g, L.GI_PLAN]]
             self.state.kv_bytes[g] = cap

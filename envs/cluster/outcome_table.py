@@ -31,6 +31,8 @@ RECORD_REASONS = ("", "queue_timeout", "preempted_too_often", "unservable")
 OUTCOME_INTS = 7
 (OF_ADMITTED_S, OF_FIRST_TOKEN_S, OF_FINISH_S, OF_PARTS) = range(4)  # then one column per latency part
 
+_OUTCOME_KINDS = tuple(OutcomeKind)  # by value
+
 # kernel's record kind -> outcome kind and reason
 _KINDS = np.zeros(4, np.int64)
 _KINDS[[L.RECORD_COMPLETED, L.RECORD_TIMEOUT, L.RECORD_PREEMPTED_OUT, L.RECORD_TOO_LARGE]] = (
@@ -121,22 +123,24 @@ class OutcomeTable:
     def outcome(self, i: int) -> RequestOutcome:
         """Row `i` as a value."""
         trace = self.trace
+        kind, reason, group_index, output_tokens, preemptions, attempts, hit_tokens = self._ints[i].tolist()
+        admitted_s, first_token_s, finish_s, *parts = self._floats[i].tolist()
         return RequestOutcome(
             request_id=i,
             class_index=int(trace.class_index[i]),
-            kind=OutcomeKind(int(self.kind[i])),
-            reason=REASONS[self.reason[i]],
-            group_index=int(self.group_index[i]),
+            kind=_OUTCOME_KINDS[kind],
+            reason=REASONS[reason],
+            group_index=group_index,
             arrival_s=float(trace.arrival_s[i]),
-            admitted_s=float(self.admitted_s[i]),
-            first_token_s=float(self.first_token_s[i]),
-            finish_s=float(self.finish_s[i]),
+            admitted_s=admitted_s,
+            first_token_s=first_token_s,
+            finish_s=finish_s,
             prompt_tokens=int(trace.prompt_tokens[i]),
-            output_tokens=int(self.output_tokens[i]),
-            preemptions=int(self.preemptions[i]),
-            attempts=max(1, int(self.attempts[i])),
-            hit_tokens=int(self.hit_tokens[i]),
-            parts=tuple(float(part) for part in self.parts[i]),
+            output_tokens=output_tokens,
+            preemptions=preemptions,
+            attempts=max(1, attempts),
+            hit_tokens=hit_tokens,
+            parts=tuple(parts),
         )
 
     def to_outcomes(self) -> list[RequestOutcome]:

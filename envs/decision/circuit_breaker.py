@@ -27,6 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 Clock = Callable[[], float]
+_NOBODY = np.zeros(0, np.int64)
 
 
 class State(IntEnum):
@@ -356,6 +357,7 @@ class BreakerPanel:
         self._open_until_s = np.full(groups, -inf)
         self._opened_s = np.full(groups, -inf)
         self._raw = np.zeros(groups, dtype=np.int64)
+        self._any_open = False
         self._allowed = np.ones(groups, dtype=np.bool_)
         self._stale_from_s = -inf  # the cached answer holds until this clock time or the next change
         self.panic_readmitted = 0
@@ -372,6 +374,7 @@ class BreakerPanel:
             self._open_until_s[index] = breaker.open_until_s
             self._opened_s[index] = breaker.opened_s
             self._raw[index] = int(breaker._raw)
+            self._any_open = bool((self._raw == int(State.OPEN)).any())
             self._stale_from_s = -inf
 
         return refresh
@@ -385,7 +388,9 @@ class BreakerPanel:
         self._stale_from_s = -inf
 
     def states(self) -> IntArray:
-        """State of every group now, shape (groups,), values of `State`."""
+        """State of every group now, shape (groups,), values of `State`; a fresh array."""
+        if not self._any_open:
+            return self._raw.copy()
         is_half_open = (self._raw == int(State.OPEN)) & (self._now_s() >= self._open_until_s)
         return np.where(is_half_open, int(State.HALF_OPEN), self._raw)
 
@@ -425,6 +430,8 @@ class BreakerPanel:
 
     def due_probes(self) -> IntArray:
         """Groups that wait for a probe: half open, with a free slot and no pause. Send one there, or they never close."""
+        if not self._any_open:
+            return _NOBODY
         return np.flatnonzero((self._raw == int(State.OPEN)) & (self._now_s() >= self._allowed_from_s))
 
     def next_change_s(self) -> float:

@@ -87,6 +87,14 @@ def _bin_of(table: FloatArray, length: float) -> int:
 
 
 @njit(cache=True)
+def count_answer(weights: FloatArray, floor: FloatArray, keep: float, tables: FloatArray, class_index: int, tokens: int) -> None:
+    """Let the class's weights fade by `keep`, not below `floor`, and count one answer of `tokens`, in place."""
+    for k in range(weights.shape[1]):
+        weights[class_index, k] = max(weights[class_index, k] * keep, floor[class_index, k])
+    weights[class_index, _bin_of(tables[class_index], float(tokens))] += 1.0
+
+
+@njit(cache=True)
 def remaining_mean(table: FloatArray, generated: int) -> float:
     """Expected further tokens of an answer that has `generated` tokens and goes on; at least 1. `table`: one class's."""
     following = generated + 1.0  # the smallest length it can still have
@@ -166,9 +174,7 @@ class LengthEstimator:
         """An answer of the class finished with so many tokens. Raises ValueError below 1: drop rows without output (K15)."""
         if output_tokens < 1:
             raise ValueError(f"LengthEstimator: output_tokens={output_tokens} of a finished answer must be at least 1")
-        weights = self._weights[class_index]
-        np.maximum(weights * self._keep, self._floor[class_index], out=weights)
-        weights[min(int(np.searchsorted(BIN_EDGES, output_tokens, side="right")) - 1, BINS - 1)] += 1.0
+        count_answer(self._weights, self._floor, self._keep, self._tables, class_index, output_tokens)
         self.observed[class_index] += 1
         self._is_stale[class_index] = True
 

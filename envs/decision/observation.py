@@ -17,7 +17,7 @@ from envs.decision.actions import CORNER_COUNT, DecisionPoint
 from envs.decision.circuit_breaker import State
 from envs.domain.commands import CommandKind
 from envs.domain.requests import SERVICE_CLASSES
-from envs.perf_model.compiled import kernel
+from envs.perf_model.compiled import inner_kernel, kernel
 
 OBSERVATION_VERSION = 1
 BOUND = 10.0
@@ -98,12 +98,12 @@ def schema_hash() -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@kernel
+@inner_kernel
 def _log(value, floor):
     return math.log(max(value, floor))
 
 
-@kernel
+@inner_kernel
 def _deviation(busy):
     """1 - mean / max of the ranks' busy shares, over the ranks that have any."""
     total = busiest = 0.0
@@ -172,7 +172,7 @@ def _route_rows(estimates, hits, prompt, allowed, out):
     return best_net if best_index >= 0 else 0.0
 
 
-@kernel
+@inner_kernel
 def _clipped(value):
     return min(BOUND, max(-BOUND, value))
 

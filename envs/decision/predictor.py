@@ -15,7 +15,7 @@ import numpy as np
 
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import ClusterSnapshot, FloatArray, IntArray
-from envs.perf_model.compiled import ZERO, kernel
+from envs.perf_model.compiled import ZERO, inner_kernel, kernel
 from envs.perf_model.step_time import step_parts
 
 # Columns of the estimate table (G, ESTIMATES).
@@ -75,7 +75,7 @@ def class_limits(multiplier: float = 1.0) -> FloatArray:
     )
 
 
-@kernel
+@inner_kernel
 def _soft_met(value, limit):
     """Probability-like score that `value` stays under `limit`: logistic in the relative slack, minus a linear lateness charge."""
     slack = (limit - value) / (SOFTNESS * limit)
@@ -87,7 +87,7 @@ def _soft_met(value, limit):
     return 1.0 / (1.0 + math.exp(-slack)) - LATENESS_PRICE * late
 
 
-@kernel
+@inner_kernel
 def _join(ttft_score, tpot_score):
     """Both limits must hold; a negative (late) score is kept as a charge."""
     if ttft_score > 0.0 and tpot_score > 0.0:
@@ -95,7 +95,7 @@ def _join(ttft_score, tpot_score):
     return min(ttft_score, tpot_score)
 
 
-@kernel
+@inner_kernel
 def _step_s(g, plan, tokens, pairs, kv, sequences, rank_cost, group_cost, residual, slow):
     if plan == 0:
         parts = step_parts(g, rank_cost, group_cost, residual, slow, tokens, ZERO, pairs, 0.0, kv, ZERO, ZERO, ZERO, sequences)
@@ -104,13 +104,13 @@ def _step_s(g, plan, tokens, pairs, kv, sequences, rank_cost, group_cost, residu
     return parts[0] + parts[1] + parts[2] + parts[3]
 
 
-@kernel
+@inner_kernel
 def _remaining(table, class_index, generated):
     place = int(3.0 * math.log2(1.0 + generated))
     return table[class_index, min(table.shape[1] - 1, place)]
 
 
-@kernel
+@inner_kernel
 def _resident_utility(now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_s, extra_s, wait_s, redo_s):
     """Soft utility of one resident when a decode step takes `step_s` and a newcomer's prefill delays its tokens by `extra_s`.
 
@@ -126,7 +126,7 @@ def _resident_utility(now_s, prompt, generated, remaining, arrival_s, made_s, li
     return limit[3] * _join(ttft, _soft_met(step_s, limit[2]))
 
 
-@kernel
+@inner_kernel
 def _residents(now_s, first, last, ints, floats, limits, table, step_s, step_after_s, own_s, key, start_s, rate):
     """One pass over residents first..last - 1: their summed soft utility without and with a newcomer of queue key `key` that
     computes `own_s`, and the sum of their expected remaining tokens. start_s: when the backlog starts; rate: tokens per s."""

@@ -15,14 +15,14 @@ import numpy as np
 from envs.group_kernel import kv_pool, prefix_cache
 from envs.group_kernel import layout as L
 from envs.group_kernel import queue as Q
-from envs.perf_model.compiled import ONE, ZERO, kernel
+from envs.perf_model.compiled import ONE, ZERO, inner_kernel, kernel
 from envs.perf_model.step_time import step_parts
 
 STEPS_MAX = np.int64(1 << 30)
 FORGET_S = 20.0  # observed and predicted step times are forgotten with this time constant
 
 
-@kernel
+@inner_kernel
 def jump_duration_s(group, steps):
     """Seconds of the first `steps` steps of the planned jump."""
     slope = group[L.GF_J_MEMORY_SLOPE] + group[L.GF_J_COMM_SLOPE]
@@ -30,7 +30,7 @@ def jump_duration_s(group, steps):
     return steps * first + slope * (0.5 * steps * (steps - 1.0))
 
 
-@kernel
+@inner_kernel
 def steps_done_by(group, time_s, most):
     """Whole steps of the planned jump that have ended at `time_s`; at most `most`."""
     span = time_s - group[L.GF_JUMP_START_S]
@@ -68,7 +68,7 @@ def cut_jump(state, g, now_s):
         group[L.GF_JUMP_END_S] = group[L.GF_JUMP_START_S] + jump_duration_s(group, steps)
 
 
-@kernel
+@inner_kernel
 def _observe(group, steps):
     """Keep forgetting integrals, over busy time, of 1 and of believed / real: their ratio is the group's online correction.
 
@@ -84,7 +84,7 @@ def _observe(group, steps):
     group[L.GF_PREDICTED_S] = group[L.GF_PREDICTED_S] * keep + seen_s * group[L.GF_J_BELIEVED_S] / first_s
 
 
-@kernel
+@inner_kernel
 def _finish(state, g, slot, now_s):
     Q.stop_running(state, g, slot)
     return_s = state.group_float[g, L.GF_RETURN_S]
@@ -93,13 +93,13 @@ def _finish(state, g, slot, now_s):
     Q.give_slot(state, g, slot)
 
 
-@kernel
+@inner_kernel
 def _blocks_wanted(row, tokens, block_tokens, entry_blocks):
     """Private blocks that a slot needs for `tokens` tokens, beyond those it shares with the cache and has."""
     return -(-tokens // block_tokens) - row[L.SI_CACHE_REFS] * entry_blocks - row[L.SI_BLOCKS]
 
 
-@kernel
+@inner_kernel
 def _share_prefix(state, g, slot):
     """Hand the freshly computed full prefix blocks to the cache; duplicates made meanwhile are freed."""
     ints = state.slot_int[g, slot]
@@ -123,7 +123,7 @@ def _share_prefix(state, g, slot):
         ints[L.SI_CACHE_REFS] += 1
 
 
-@kernel
+@inner_kernel
 def _prefill_done(state, g, slot, now_s):
     Q.settle_parts(state, g, slot)
     ints = state.slot_int[g, slot]
@@ -135,7 +135,7 @@ def _prefill_done(state, g, slot, now_s):
     _share_prefix(state, g, slot)
 
 
-@kernel
+@inner_kernel
 def blocks_to_grow(state, g, steps):
     """Blocks that decoding `steps` more steps would take, by plan slot."""
     grow0 = grow1 = 0
@@ -156,7 +156,7 @@ def blocks_to_grow(state, g, steps):
     return grow0, grow1
 
 
-@kernel
+@inner_kernel
 def _evict_for_growth(state, g, steps):
     grow0, grow1 = blocks_to_grow(state, g, steps)
     if grow0 > 0:
@@ -165,7 +165,7 @@ def _evict_for_growth(state, g, steps):
         kv_pool.room_for(state, g, ONE, grow0 + grow1)
 
 
-@kernel
+@inner_kernel
 def commit_jump(state, g):
     """Make the planned jump real: clock, cumulated times, tokens, KV, completions."""
     ints = state.group_int[g]
@@ -211,7 +211,7 @@ def commit_jump(state, g):
             place += 1
 
 
-@kernel
+@inner_kernel
 def _time_step(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, decode1, sequences):
     return step_parts(
         g,
@@ -231,7 +231,7 @@ def _time_step(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, de
     )
 
 
-@kernel
+@inner_kernel
 def _count_decoding(state, g):
     """(sequences, KV tokens) of decoding slots by plan, and the tightest TPOT limit among them."""
     decode0 = decode1 = kv0 = kv1 = 0
@@ -254,7 +254,7 @@ def _count_decoding(state, g):
     return decode0, decode1, kv0, kv1, limit_s
 
 
-@kernel
+@inner_kernel
 def _chunk_budget(state, g, decode0, decode1, kv0, kv1, limit_s):
     """Prefill tokens this step may carry: as many as keep the decoding sequences inside their tightest TPOT limit."""
     budget = state.group_int[g, L.GI_CHUNK_MAX]
@@ -287,7 +287,7 @@ def _chunk_budget(state, g, decode0, decode1, kv0, kv1, limit_s):
     return max(budget, least)
 
 
-@kernel
+@inner_kernel
 def _give_up(state, g, slot, kind, now_s):
     """End a waiting request that will not be served here."""
     Q.remove_from(state.waiting[g], state.group_int[g, L.GI_WAITING], slot)
@@ -298,7 +298,7 @@ def _give_up(state, g, slot, kind, now_s):
     Q.give_slot(state, g, slot)
 
 
-@kernel
+@inner_kernel
 def _batch_has_room(state, g, slot, decode0, decode1, kv0, kv1, limit_s):
     """May one more sequence join without pushing the decode step over the tightest TPOT limit?"""
     running = state.group_int[g, L.GI_RUNNING]
@@ -325,7 +325,7 @@ def _batch_has_room(state, g, slot, decode0, decode1, kv0, kv1, limit_s):
     return parts[0] + parts[1] + parts[2] + parts[3] <= limit_s * state.group_float[g, L.GF_TPOT_MARGIN]
 
 
-@kernel
+@inner_kernel
 def _admit(state, g, slot, now_s):
     """Move the head of the queue onto the device: cache hit, KV blocks, stamps. False when KV has no room."""
     ints = state.slot_int[g, slot]
@@ -369,7 +369,7 @@ def _admit(state, g, slot, now_s):
     return True
 
 
-@kernel
+@inner_kernel
 def _assign_chunks(state, g, budget):
     """Give the step's prefill budget to admitted slots in admission order; returns what is left."""
     for place in range(state.group_int[g, L.GI_RUNNING]):
@@ -381,7 +381,7 @@ def _assign_chunks(state, g, budget):
     return budget
 
 
-@kernel
+@inner_kernel
 def _admit_waiting(state, g, budget, decode0, decode1, kv0, kv1, limit_s):
     """Admit from the queue while budget, batch and KV allow; returns the budget left."""
     ints = state.group_int[g]
@@ -407,7 +407,7 @@ def _admit_waiting(state, g, budget, decode0, decode1, kv0, kv1, limit_s):
     return budget
 
 
-@kernel
+@inner_kernel
 def _kv_allows(state, g, steps):
     """Can every decoding sequence take `steps` more steps? Growth of both plans is charged at the tighter plan's free blocks."""
     grow0, grow1 = blocks_to_grow(state, g, steps)
@@ -416,7 +416,7 @@ def _kv_allows(state, g, steps):
     return not (grow1 > 0 and grow0 + grow1 > kv_pool.reachable_blocks(state, g, ONE))
 
 
-@kernel
+@inner_kernel
 def _steps_within_kv(state, g, steps):
     """Largest number of decode steps, at most `steps`, for which KV suffices (0 when not even one fits)."""
     # at most one block more per sequence and block length: most jumps need no exact count
@@ -435,7 +435,7 @@ def _steps_within_kv(state, g, steps):
     return low
 
 
-@kernel
+@inner_kernel
 def _make_room(state, g, now_s):
     """Preempt the last in queue order; one that was preempted too often, or is alone, ends as a failure."""
     ints = state.group_int[g]
@@ -453,7 +453,7 @@ def _make_room(state, g, now_s):
         _give_up(state, g, victim, L.RECORD_TOO_LARGE if alone else L.RECORD_PREEMPTED_OUT, now_s)
 
 
-@kernel
+@inner_kernel
 def plan_jump(state, g):
     """Decide the next jump from the group's clock: admissions, chunks, number of steps, times. Leaves it idle if empty."""
     ints = state.group_int[g]
@@ -487,7 +487,7 @@ def plan_jump(state, g):
     group[L.GF_JUMP_END_S] = now_s + jump_duration_s(group, steps)
 
 
-@kernel
+@inner_kernel
 def _has_prefill(state, g):
     if state.group_int[g, L.GI_WAITING] > 0:
         return True
@@ -497,7 +497,7 @@ def _has_prefill(state, g):
     return False
 
 
-@kernel
+@inner_kernel
 def _store_times(state, g, parts):
     group = state.group_float[g]
     group[L.GF_J_COMPUTE_S] = parts[0]
@@ -508,7 +508,7 @@ def _store_times(state, g, parts):
     group[L.GF_J_COMM_SLOPE] = parts[5]
 
 
-@kernel
+@inner_kernel
 def _believe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, decode1, sequences):
     """Store what the schedulers' model says of the planned jump's first step, for `_observe`."""
     believed = step_parts(
@@ -530,7 +530,7 @@ def _believe(state, g, tokens0, tokens1, pairs0, pairs1, kv0, kv1, decode0, deco
     state.group_float[g, L.GF_J_BELIEVED_S] = believed[0] + believed[1] + believed[2] + believed[3]
 
 
-@kernel
+@inner_kernel
 def _plan_mixed_step(state, g, decode0, decode1, kv0, kv1):
     """Times of one step that carries prefill chunks beside the decoding sequences."""
     tokens0, tokens1 = decode0, decode1
@@ -563,7 +563,7 @@ def _same_regime(state, g, steps, regime, decode0, decode1, kv0, kv1):
     return _time_step(state, g, decode0, decode1, 0.0, 0.0, kv0, kv1, decode0, decode1, decode0 + decode1)[6] == regime
 
 
-@kernel
+@inner_kernel
 def _plan_decode_steps(state, g, decode0, decode1, kv0, kv1):
     """Times and number of pure decode steps until the first completion, KV shortage or change of regime."""
     steps = STEPS_MAX

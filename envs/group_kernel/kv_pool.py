@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from envs.group_kernel import prefix_cache
 from envs.group_kernel.layout import GI_BLOCK_TOKENS, GI_CACHE_BLOCKS, GI_CACHE_IDLE, GI_PLAN, GI_USED_BLOCKS0
-from envs.perf_model.compiled import kernel
+from envs.perf_model.compiled import inner_kernel, kernel
 
 UNBOUNDED_BLOCKS = 1 << 40
 
 
-@kernel
+@inner_kernel
 def blocks_for(state, g, tokens):
     """KV blocks that hold `tokens` tokens."""
     return -(-tokens // state.group_int[g, GI_BLOCK_TOKENS])
 
 
-@kernel
+@inner_kernel
 def free_blocks(state, g, plan):
     """Blocks still free under plan slot `plan`: the tightest rank decides; never negative."""
     used0 = state.group_int[g, GI_USED_BLOCKS0]
@@ -43,7 +43,7 @@ def total_blocks(state, g, plan):
     return max(0, total)
 
 
-@kernel
+@inner_kernel
 def room_for(state, g, plan, blocks):
     """Evict idle cache blocks until `blocks` are free; False when that is not enough."""
     free = free_blocks(state, g, plan)
@@ -53,7 +53,7 @@ def room_for(state, g, plan, blocks):
     return free >= blocks
 
 
-@kernel
+@inner_kernel
 def reachable_blocks(state, g, plan):
     """Blocks free now plus those that evicting the idle cache would free."""
     idle = state.group_int[g, GI_CACHE_IDLE] * prefix_cache.blocks_per_entry(state, g)

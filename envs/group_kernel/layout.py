@@ -87,8 +87,10 @@ def allocate(
     records: int | None = None,
 ) -> KernelState:
     """Empty state: every group down-clocked to 0 s, all slots free, costs zero (fill them from `group_cost`)."""
-    offset = np.zeros(1, np.int64) if prefix_offset is None else prefix_offset
-    ids = np.zeros(0, np.int64) if prefix_ids is None else prefix_ids
+    offset = (np.zeros(1, np.int64) if prefix_offset is None else prefix_offset).view()
+    ids = (np.zeros(0, np.int64) if prefix_ids is None else prefix_ids).view()
+    # read-only like those of a trace: to numba it is another type, for which it would compile everything again
+    offset.flags.writeable = ids.flags.writeable = False
     blocks = int(ids.max()) + 1 if ids.size else 0
     links = np.full((groups, blocks + 1, 3), -1, np.int64)
     links[:, blocks, :2] = blocks  # an empty ring: the sentinel points at itself

@@ -12,13 +12,13 @@ import numpy as np
 from envs.group_kernel import layout as L
 from envs.group_kernel import queue as Q
 from envs.group_kernel.advance import advance_group
-from envs.perf_model.compiled import ZERO, kernel
+from envs.perf_model.compiled import ZERO, inner_kernel, kernel
 from envs.perf_model.step_time import GC_COMM_ALPHA_S, GC_COMM_TOKEN_S, GC_HOST_BASE_S, GC_HOST_SEQUENCE_S
 
 SOFTNESS = 0.1
 
 
-@kernel
+@inner_kernel
 def _score(limits, class_index, prompt, arrival_s, first_s, finish_s, generated):
     """Weight times a soft "met both limits", less a linear lateness charge; hard enough to tell met from missed."""
     limit = limits[class_index]
@@ -29,14 +29,14 @@ def _score(limits, class_index, prompt, arrival_s, first_s, finish_s, generated)
     return limit[3] * (soft - 0.02 * max(0.0, worst - 1.0))
 
 
-@kernel
+@inner_kernel
 def _sample(quantiles, class_index, generated, uniform):
     place = min(quantiles.shape[1] - 1, int(3.0 * math.log2(1.0 + generated)))
     values = quantiles[class_index, place]
     return max(1, int(values[min(values.shape[0] - 1, int(uniform * values.shape[0]))]))
 
 
-@kernel
+@inner_kernel
 def _reset(scratch, now_s, pause_s, blocks, block_tokens, running_limit, chunk, rank_cost, group_cost, correction):
     scratch.group_int[0, :] = 0
     scratch.group_float[0, :] = 0.0
@@ -73,7 +73,7 @@ def _reset(scratch, now_s, pause_s, blocks, block_tokens, running_limit, chunk, 
     scratch.record_count[0] = 0
 
 
-@kernel
+@inner_kernel
 def _load_resident(scratch, now_s, ints, floats, remaining, tpot_limit_s):
     """Put one resident into the scratch group as it stands: waiting, in prefill or decoding."""
     slot = Q.take_slot(scratch, ZERO)

@@ -7,12 +7,12 @@ A block that is absent has -1 references; one that is in use is in no ring.
 from __future__ import annotations
 
 from envs.group_kernel.layout import GI_BLOCK_TOKENS, GI_CACHE_BLOCK_TOKENS, GI_CACHE_BLOCKS, GI_CACHE_IDLE
-from envs.perf_model.compiled import kernel
+from envs.perf_model.compiled import inner_kernel, kernel
 
 _PREVIOUS, _NEXT, _REFERENCES = 0, 1, 2
 
 
-@kernel
+@inner_kernel
 def matched_blocks(state, g, request):
     """Leading full prefix blocks of `request` that group `g` holds."""
     count = 0
@@ -23,13 +23,13 @@ def matched_blocks(state, g, request):
     return count
 
 
-@kernel
+@inner_kernel
 def blocks_per_entry(state, g):
     """KV blocks that one cached prefix block occupies."""
     return -(-state.group_int[g, GI_CACHE_BLOCK_TOKENS] // state.group_int[g, GI_BLOCK_TOKENS])
 
 
-@kernel
+@inner_kernel
 def _unlink(links, block):
     before = links[block, _PREVIOUS]
     after = links[block, _NEXT]
@@ -37,7 +37,7 @@ def _unlink(links, block):
     links[after, _PREVIOUS] = before
 
 
-@kernel
+@inner_kernel
 def take_reference(state, g, block):
     """Refer to a present block; an idle one leaves the ring."""
     links = state.cache_links[g]
@@ -47,7 +47,7 @@ def take_reference(state, g, block):
     links[block, _REFERENCES] += 1
 
 
-@kernel
+@inner_kernel
 def drop_reference(state, g, block):
     """Stop referring; the last one makes the block idle, as the most recently used."""
     links = state.cache_links[g]
@@ -62,7 +62,7 @@ def drop_reference(state, g, block):
         state.group_int[g, GI_CACHE_IDLE] += 1
 
 
-@kernel
+@inner_kernel
 def evict_oldest(state, g):
     """Forget the least recently used idle block; the caller has checked that there is one."""
     links = state.cache_links[g]

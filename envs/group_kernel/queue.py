@@ -10,17 +10,17 @@ import numpy as np
 
 from envs.group_kernel import layout as L
 from envs.group_kernel import prefix_cache
-from envs.perf_model.compiled import kernel
+from envs.perf_model.compiled import inner_kernel, kernel
 
 
-@kernel
+@inner_kernel
 def copy_row(source, target):
     """Copy one row element by element (a slice assignment would want a buffer, and kernels do not allocate)."""
     for i in range(target.shape[0]):
         target[i] = source[i]
 
 
-@kernel
+@inner_kernel
 def insert_waiting(state, g, slot):
     waiting = state.waiting[g]
     count = state.group_int[g, L.GI_WAITING]
@@ -33,7 +33,7 @@ def insert_waiting(state, g, slot):
     state.group_int[g, L.GI_WAITING] = count + 1
 
 
-@kernel
+@inner_kernel
 def remove_from(order, count, slot):
     """Remove `slot` from the first `count` entries of `order`, keeping the order; the caller lowers the count."""
     place = 0
@@ -43,7 +43,7 @@ def remove_from(order, count, slot):
         order[i] = order[i + 1]
 
 
-@kernel
+@inner_kernel
 def take_slot(state, g):
     """A free slot number; the caller has checked that there is one."""
     count = state.group_int[g, L.GI_FREE_SLOTS] - 1
@@ -54,7 +54,7 @@ def take_slot(state, g):
     return slot
 
 
-@kernel
+@inner_kernel
 def give_slot(state, g, slot):
     state.slot_int[g, slot, L.SI_PHASE] = L.PHASE_FREE
     count = state.group_int[g, L.GI_FREE_SLOTS]
@@ -105,7 +105,7 @@ def enqueue_row(state, g, now_s, int_row, float_row, kv_tokens):
     return slot
 
 
-@kernel
+@inner_kernel
 def settle_parts(state, g, slot):
     """Credit what the group's cumulated times grew by since the last settling to this request's latency parts."""
     ints = state.slot_int[g, slot]
@@ -129,14 +129,14 @@ def settle_parts(state, g, slot):
     take_snapshot(state, g, slot)
 
 
-@kernel
+@inner_kernel
 def take_snapshot(state, g, slot):
     """Remember the group's cumulated times, so that `settle_parts` can credit the difference."""
     for i in range(5):
         state.slot_float[g, slot, L.SF_SNAP_COMPUTE_S + i] = state.group_float[g, L.GF_CUM_COMPUTE_S + i]
 
 
-@kernel
+@inner_kernel
 def release_kv(state, g, slot):
     """Give back the private KV blocks and cache references of an admitted slot."""
     ints = state.slot_int[g, slot]
@@ -149,7 +149,7 @@ def release_kv(state, g, slot):
     ints[L.SI_CACHE_REFS] = 0
 
 
-@kernel
+@inner_kernel
 def stop_running(state, g, slot):
     """Take an admitted slot off the device: settle its times, free its KV, leave the running list."""
     settle_parts(state, g, slot)
@@ -196,7 +196,7 @@ def take_out(state, g, slot, now_s, int_row, float_row):
     give_slot(state, g, slot)
 
 
-@kernel
+@inner_kernel
 def record_end(state, g, slot, kind, finish_s):
     """Write the finished-request record; the buffer holds one entry per slot, and callers drain it after each advance."""
     index = state.record_count[0]

@@ -7,8 +7,8 @@ from numba import njit
 
 from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import advance_all, blocks_to_grow, jump_duration_s, steps_done_by
-from envs.perf_model.compiled import kernel
+from envs.group_kernel.advance import advance_group, blocks_to_grow, jump_duration_s, steps_done_by
+from envs.perf_model.compiled import inner_kernel, kernel
 
 # integer rows of `read_groups`
 (R_RUNNING, R_WAITING, R_BLOCKS_FREE, R_BLOCKS_TOTAL, R_BACKLOG_TOKENS, R_DECODE_KV, R_DECODING, R_SLOTS_FREE) = range(8)
@@ -24,7 +24,7 @@ RESIDENT_INTS = 6
 RESIDENT_FLOATS = 3
 
 
-@kernel
+@inner_kernel
 def read_groups(state, now_s, out_int, out_float):
     """Fill `out_int` (READ_INTS, G) and `out_float` (READ_FLOATS, G) as of `now_s`; call after `advance_all(state, now_s)`."""
     for g in range(state.group_int.shape[0]):
@@ -69,7 +69,7 @@ def read_groups(state, now_s, out_int, out_float):
         out_float[R_PAUSE_LEFT_S, g] = max(0.0, group[L.GF_PAUSED_UNTIL_S] - now_s)
 
 
-@kernel
+@inner_kernel
 def read_residents(state, now_s, offset, out_int, out_float):
     """Fill the rows of every resident, running before waiting, group after group; `offset` (G + 1,) tells whose rows are whose."""
     index = 0
@@ -102,11 +102,12 @@ def read_residents(state, now_s, offset, out_int, out_float):
 
 @kernel
 def advance_and_read(state, now_s, group_ints, group_floats, offset, resident_ints, resident_floats):
-    """`advance_all`, `read_groups` and `read_residents` in one call, since handing over the state costs as much as they do.
+    """What `advance_all`, `read_groups` and `read_residents` do, in one call, since handing over the state costs as much as they do.
 
     resident_ints and resident_floats hold at least one row per slot; returns how many are filled.
     """
-    advance_all(state, now_s)
+    for g in range(state.group_int.shape[0]):
+        advance_group(state, g, now_s)
     read_groups(state, now_s, group_ints, group_floats)
     read_residents(state, now_s, offset, resident_ints, resident_floats)
     return offset[state.group_int.shape[0]]

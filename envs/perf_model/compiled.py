@@ -29,6 +29,12 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
+def inner_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `kernel`, for functions that only other kernels and tests call. Leaving out their entry from Python would save
+    compile time, but a call by mistake would then crash the interpreter instead of working."""
+    return kernel(function)
+
+
 def inlined_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """As `kernel`, its body copied to where it is called; for a few lines in an inner loop."""
     compiled: Callable[..., Any] = njit(inline="always", **_OPTIONS)(function)
