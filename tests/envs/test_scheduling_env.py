@@ -18,7 +18,7 @@ from agents.heuristics import ROUTERS, make
 from agents.training_envs import build_training_envs
 from envs.cluster.faults import FaultEvent, FaultKind, FaultRates
 from envs.decision.objective import value_of
-from envs.domain.requests import OutcomeKind
+from envs.domain.requests import SERVICE_CLASSES, OutcomeKind
 from envs.scheduling_env import ALL_DECISIONS, EnvSettings, SchedulingEnv
 from tests.envs import small_worlds as W
 from tests.envs.small_worlds import LIMITS, Shortest, traffic, world
@@ -108,7 +108,7 @@ def test_an_illegal_action_is_counted_and_refused():
     *_, info = env.step(W.SPARE)  # parked
     *_, info = env.step(env.action_space.n - 1)
     assert info["summary"]["illegal_actions"] == 2
-    assert info["summary"]["counts"]["refused"] == 2
+    assert info["summary"]["counts"]["REFUSED"] == 2
 
 
 def all_down(at_s: float = 0.0):
@@ -210,7 +210,7 @@ def test_a_cut_is_truncation_and_hands_over_the_last_observation():
 
 @pytest.mark.fault("K04")
 def test_rewards_are_the_objective_discounted_from_each_ending():
-    """Undiscounted and unshaped, the rewards of an episode sum to the objective of its outcomes; with shaping and a discount
+    """Undiscounted and unshaped, the rewards of an episode sum to the objective of its outcomes less its best value; with shaping and a discount
     they differ by the potential of the first state alone, since discounted shaping telescopes."""
     spec = world(traffic(60, 8.0, 4), drain_s=30.0)
     totals = {}
@@ -225,7 +225,7 @@ def test_rewards_are_the_objective_discounted_from_each_ending():
             clock += info["elapsed_s"]
         totals[discount, shaping] = (total, first, env.outcomes())
     total, _, outcomes = totals[1.0, 0.0]
-    assert total == pytest.approx(sum(value_of(o, 30.0, 1.0, 0.05) for o in outcomes), rel=1e-9)
+    assert total == pytest.approx(sum(value_of(o, 30.0, 1.0, 0.05) - SERVICE_CLASSES[o.class_index].weight for o in outcomes), rel=1e-9)
     assert totals[0.95, 1.0][0] == pytest.approx(totals[0.95, 0.0][0] - totals[0.95, 1.0][1], rel=1e-9, abs=1e-9)
 
 
@@ -321,4 +321,4 @@ def test_the_summary_counts_every_request_once():
 
     counts = world_summary(env.cluster)["counts"]
     assert sum(counts.values()) == 80
-    assert counts["completed"] == sum(kind is OutcomeKind.COMPLETED for kind in kinds)
+    assert counts["COMPLETED"] == sum(kind is OutcomeKind.COMPLETED for kind in kinds)
