@@ -25,18 +25,20 @@ _OPTIONS: dict[str, Any] = {"cache": True, "_nrt": False, "error_model": "numpy"
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` on first call, and keep it on disk for the next process. Division by zero gives inf, as in numpy."""
-    compiled: Callable[..., Any] = njit(**_OPTIONS)(function)
-    return compiled
+    return _compiled(function, _OPTIONS)
 
 
 def inner_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """As `kernel`, for functions that only other kernels call: without the entry from Python, which takes as long to compile
     as a small function itself."""
-    compiled: Callable[..., Any] = njit(no_cpython_wrapper=True, **_OPTIONS)(function)
-    return compiled
+    return _compiled(function, _OPTIONS | {"no_cpython_wrapper": True})
 
 
 def inlined_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """As `kernel`, its body copied to where it is called; for a few lines in an inner loop."""
-    compiled: Callable[..., Any] = njit(inline="always", **_OPTIONS)(function)
+    return _compiled(function, _OPTIONS | {"inline": "always"})
+
+
+def _compiled(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = njit(**options)(function)
     return compiled
