@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-ZERO = np.int64(0)
-ONE = np.int64(1)
+ZERO: Any = np.int64(0)
+ONE: Any = np.int64(1)
 
 _OPTIONS: dict[str, Any] = {"cache": True, "_nrt": False, "error_model": "numpy", "no_cfunc_wrapper": True}
 
