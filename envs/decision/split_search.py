@@ -12,6 +12,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from envs.perf_model.compiled import ONE, ZERO
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
@@ -55,7 +57,7 @@ def covers(table: FloatArray, per_run: int, caps: IntArray, limits: FloatArray) 
     Reaching as far as possible is optimal: a later start never ends earlier, since [s', e) costs no more than [s, e).
     """
     units = table.shape[2] - 1
-    end = 0
+    end = ZERO
     for rank in range(table.shape[1]):
         end = _farthest(table, rank, end, per_run, caps[rank], limits)
         if end == units:
@@ -109,15 +111,15 @@ def best_limits(
     kinds = table.shape[0]
     limits = np.full(kinds, np.inf)
     best = np.full(kinds, np.inf)
-    first = _lowest(table, per_run, caps, limits, 0, first_values)
+    first = _lowest(table, per_run, caps, limits, ZERO, first_values)
     if first < 0:
         return best
     best[0] = first_values[first]
     if kinds == 1:
         return best
-    floor = last_values[_lowest(table, per_run, caps, limits, 1, last_values)]
+    floor = last_values[_lowest(table, per_run, caps, limits, ONE, last_values)]
     limits[0] = first_values[first]
-    last = _lowest(table, per_run, caps, limits, 1, last_values)
+    last = _lowest(table, per_run, caps, limits, ONE, last_values)
     best[1] = last_values[last]
     best_s = stage_cost_s(best, kind_weight, comm_s, hidden_fraction)
     best_compute_s = kind_weight[0] * best[0] + kind_weight[1] * best[1]
@@ -136,7 +138,8 @@ def best_limits(
         compute_s = kind_weight[0] * limits[0] + kind_weight[1] * limits[1]
         if cost_s < best_s or (cost_s == best_s and compute_s < best_compute_s):
             best_s, best_compute_s = cost_s, compute_s
-            best[:] = limits
+            for kind in range(kinds):  # a slice assignment takes three seconds to compile
+                best[kind] = limits[kind]
     return best
 
 
@@ -219,7 +222,7 @@ def _caps_within(table: FloatArray, limit: float, caps: IntArray) -> IntArray:
     result = np.zeros(table.shape[1], dtype=np.int64)
     limits = np.full(1, limit)
     for rank in range(table.shape[1]):
-        result[rank] = _farthest(table[:1], rank, 0, 1, caps[rank], limits)
+        result[rank] = _farthest(table[:1], rank, ZERO, ONE, caps[rank], limits)
     return result
 
 
