@@ -210,8 +210,8 @@ def test_a_cut_is_truncation_and_hands_over_the_last_observation():
 
 @pytest.mark.fault("K04")
 def test_rewards_are_the_objective_discounted_from_each_ending():
-    """Undiscounted and unshaped, the rewards of an episode sum to the objective of its outcomes less its best value; with shaping and a discount
-    they differ by the potential of the first state alone, since discounted shaping telescopes."""
+    """Undiscounted and unshaped, the rewards of an episode sum to the objective of its outcomes less its best value; with
+    shaping and a discount they differ by the potential of the first state alone, since discounted shaping telescopes."""
     spec = world(traffic(60, 8.0, 4), drain_s=30.0)
     totals = {}
     for discount, shaping in ((1.0, 0.0), (0.95, 0.0), (0.95, 1.0)):
