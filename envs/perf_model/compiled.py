@@ -17,16 +17,15 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-ZERO = np.int64(0)
-ONE = np.int64(1)
+ZERO: Any = np.int64(0)
+ONE: Any = np.int64(1)
 
 _OPTIONS: dict[str, Any] = {"cache": True, "_nrt": False, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` on first call, and keep it on disk for the next process. Division by zero gives inf, as in numpy."""
-    compiled: Callable[..., Any] = njit(**_OPTIONS)(function)
-    return compiled
+    return _compiled(function, _OPTIONS)
 
 
 def inner_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,5 +36,9 @@ def inner_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def inlined_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """As `kernel`, its body copied to where it is called; for a few lines in an inner loop."""
-    compiled: Callable[..., Any] = njit(inline="always", **_OPTIONS)(function)
+    return _compiled(function, _OPTIONS | {"inline": "always"})
+
+
+def _compiled(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = njit(**options)(function)
     return compiled
