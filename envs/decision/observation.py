@@ -19,7 +19,7 @@ from envs.domain.commands import CommandKind
 from envs.domain.requests import SERVICE_CLASSES
 from envs.perf_model.compiled import inner_kernel, kernel
 
-OBSERVATION_VERSION = 1
+OBSERVATION_VERSION = 2
 BOUND = 10.0
 
 GROUP_FEATURES = (
@@ -79,7 +79,7 @@ CONTEXT: tuple[str, ...] = (
     "best_net_utility",
     "up_fraction",
 )
-_BREAKER_EJECTED = int(State.OPEN)  # what version 1 shows under the name breaker_half_open
+_BREAKER_HALF_OPEN = int(State.HALF_OPEN)
 _DECISIONS = ("route", "split", "rebalance")
 _CLASS_AT = len(_DECISIONS)
 _REQUEST_AT = _CLASS_AT + len(SERVICE_CLASSES)
@@ -129,7 +129,7 @@ def _group_rows(ints, floats, capability, breaker_state, report_age_s, rank_busy
         row[4] = _log(estimates[g, P.E_STEP_AFTER_S] / tightest_s, 1e-4)
         row[5] = _log(floats[g, 2], 1e-3)
         row[6] = _log(capability[g], 1e-3)
-        row[7] = 1.0 if breaker_state[g] == _BREAKER_EJECTED else 0.0
+        row[7] = 1.0 if breaker_state[g] == _BREAKER_HALF_OPEN else 0.0
         row[8] = report_age_s[g]
         row[9] = math.log1p(floats[g, 3])
         row[10] = _deviation(rank_busy[g])

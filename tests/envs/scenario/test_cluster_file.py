@@ -344,6 +344,7 @@ EXPECTED = {
     "a100-70b-16": (16, 64, 0),
     "consumer-2": (1, 2, 0),
     "consumer-2-apart": (2, 2, 0),
+    "mixed-70b": (8, 19, 0),
     "mixed-8": (8, 11, 0),
     "racks-64": (19, 64, 3),
     "two-nodes-70b": (2, 8, 0),
