@@ -85,7 +85,7 @@ class ExperimentConfig(BaseModel, extra="forbid"):
     worlds: WorldChoice = WorldChoice()
     compare: CompareChoice = CompareChoice()
     tune: TuneChoice = TuneChoice()
-    max_candidates: dict[str, PositiveInt] = {"route": 16, "split": 40, "rebalance": 40, "joint": 40}
+    max_candidates: dict[str, PositiveInt] = {"route": 16, "split": 48, "rebalance": 48, "joint": 48}
     discount_per_s: float = Field(1.0, gt=0, le=1)
     lateness_price: float = Field(0.05, ge=0)
     shaping: float = Field(1.0, ge=0)

@@ -48,7 +48,7 @@ class EnvSettings:
     cheaper by postponing them beyond the horizon: tried, and the policy learnt to strand requests."""
 
     asked: tuple[Decision, ...] = ("route",)
-    max_candidates: int = 40
+    max_candidates: int = 48
     max_decisions: int = 1_000_000
     discount_per_s: float = 1.0
     lateness_price: float = 0.05

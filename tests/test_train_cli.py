@@ -50,7 +50,7 @@ MISTAKES = {
     "PPO setting out of range": ("ppo: {split: {gamma_per_s: 1.5}}", "gamma_per_s=1.5"),
     "leftover samples (K01)": ("training_environments: 2\nppo: {route: {n_steps: 65, minibatch_size: 128}}", "leaves 2 over"),
     "window beyond the trace": ("trace: {test_s: [90000, 90010]}", "trace.test_s=.* holds 0 requests"),
-    "cluster larger than the policy": ("max_candidates: {route: 4, split: 40, rebalance: 40}", "max_candidates.route=4: .*raise it"),
+    "cluster larger than the policy": ("max_candidates: {route: 4, split: 48, rebalance: 48}", "max_candidates.route=4: .*raise it"),
     "size of an agent missing": ("max_candidates: {route: 16}", "max_candidates: no size for split"),
     "unknown key": ("world: {}", "world"),
 }

@@ -24,7 +24,7 @@ from envs.perf_model.memory_fit import Overlap, smallest_subset
 MIGRATIONS_MAX = 8
 IDLE_MIX = split_planner.StepMix(decode_sequences=8, kv_tokens=8 * 1024, prefill_tokens=512, prefill_share=0.2)
 """What an idle group is planned for: a small decode batch and a fifth of the steps with prefill."""
-SPLIT_CANDIDATES = ("compute", "bandwidth", "memory", "planner")
+SPLIT_CANDIDATES = split_planner.CORNERS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
