@@ -125,7 +125,7 @@ def test_residents_keep_their_plan_until_a_third_one_moves_their_kv():
 
 def test_what_is_carried_out_is_what_was_priced():
     """Every split candidate, carried out, gives the plan whose gain and price the candidate showed."""
-    for corner in range(4):
+    for corner in range(len(CORNERS)):
         stage = Stage(STEADY, RouteTo(W.PAIR))
         stage.to(3.0)
         process = stage.process
@@ -138,7 +138,7 @@ def test_what_is_carried_out_is_what_was_priced():
         process.moves.apply(wanted[corner])
         assert np.log1p(process.moves.pause_s) == pytest.approx(found.moves[index, 1], abs=1e-9)
         assert process.groups.corners[W.PAIR] == wanted[corner].argument
-        assert CORNERS[wanted[corner].argument] in ("compute", "bandwidth", "memory", "planner")
+        assert wanted[corner].argument in range(len(CORNERS))
 
 
 def test_requeue_asks_about_waiting_requests_again_and_leaves_running_ones():
