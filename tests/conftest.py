@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -30,3 +31,8 @@ def kernels() -> None:
     from envs.cluster.warm_up import compile_kernels  # here, since most tests need no kernel
 
     compile_kernels()
+
+
+def heed_interrupt() -> None:
+    """`preexec_fn` of a child that a test interrupts: a suite started in the background passes an ignored SIGINT on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

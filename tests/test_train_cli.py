@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import heed_interrupt
+
 PROJECT = Path(__file__).resolve().parents[1]
 
 
@@ -130,12 +132,13 @@ def is_running(pid: int) -> bool:
 @pytest.mark.fault("K21")
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=["SIGKILL", "SIGTERM", "SIGINT"])
-def test_no_child_outlives_the_run(sent, tmp_path):
+def test_no_child_outlives_the_run(sent, tmp_path, kernels):
     """The evaluation's workers are at work when the signal comes; 5 s later the run and all its descendants are gone."""
     arguments = ["--experiment", "smoke", "--run-dir", str(tmp_path / "run"), "--processes", "2"]
     run = subprocess.Popen(
-        command(*arguments), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "100"}
-    )
+        command(*arguments), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"COLUMNS": "100"}, preexec_fn=heed_interrupt,
+    )  # fmt: skip
     try:
         deadline = time.monotonic() + 120
         # the fork server, the resource tracker and two workers

@@ -21,6 +21,7 @@ from agents.checkpoints import CheckpointError, read_checkpoint
 from agents.policies.candidate_policy import NonFiniteTraining
 from agents.ppo_training import BEST_CHECKPOINT, LAST_CHECKPOINT, LEARNING_CURVE, PpoSettings, train_ppo
 from agents.training_envs import WorkerDied
+from tests.conftest import heed_interrupt
 
 SMALL = PpoSettings(
     total_decisions=1200,
@@ -52,7 +53,7 @@ def run_script(run_dir: Path, settings: PpoSettings, **env_keywords) -> subproce
     environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}{os.pathsep}{here}"}
     command = [sys.executable, str(here / "run_toy_training.py"), str(run_dir)]
     command += [json.dumps(dataclasses.asdict(settings)), json.dumps(env_keywords)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=heed_interrupt)
 
 
 def test_obvious_choice_is_learnt(tmp_path):
