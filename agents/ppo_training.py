@@ -6,7 +6,6 @@ random streams, running episodes) can be saved between two of them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -208,13 +207,15 @@ def train_ppo(
         else:
             run.restore(checkpoint)
         run.train(evaluate, progress)
-        return run.result()
+        result = run.result()
+        env.close()
+        return result
+    except BaseException:
+        env.kill_workers()
+        raise
     finally:
         if run is not None:
             run.close()
-        # A worker that died already has nothing left to say.
-        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-            env.close()
 
 
 def _checkpoint_to_resume(directory: Path, config: PpoSettings, resume: bool) -> Checkpoint | None:

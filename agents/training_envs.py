@@ -14,6 +14,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv,
 from agents.smdp_buffer import Transitions
 from agents.worker_processes import die_with_parent
 
+KILLED_WORKER_JOIN_S = 5.0
+
 STREAM_SCALING, STREAM_CLONING, STREAM_TRAINING = 0, 1, 2
 """Phases with random streams of their own, so that recording more observations does not move the training episodes."""
 
@@ -138,6 +140,17 @@ class SmdpVecEnv(VecEnvWrapper):
         self.latest = Transitions(elapsed_s, truncated, final)
         infos = [info | {"TimeLimit.truncated": False, "was_truncated": cut} for info, cut in zip(infos, truncated, strict=True)]
         return observation, rewards, dones, infos
+
+    def kill_workers(self) -> None:
+        """End the worker processes at once, without a word to them.
+
+        `close` first collects the answers that it believes outstanding; after an interrupt in the middle of a step one of
+        them has been read already, and it would wait for ever.
+        """
+        for process in getattr(self.venv, "processes", ()):
+            process.kill()
+        for process in getattr(self.venv, "processes", ()):
+            process.join(KILLED_WORKER_JOIN_S)
 
     def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
         if method_name == "action_masks" and indices is None:
