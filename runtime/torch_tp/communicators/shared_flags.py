@@ -196,44 +196,52 @@ def await_published(flags, size, sequence, pauses, clock, waited_ns):  # type: i
     return await_flags(flags + PUBLISHED, size, sequence + 1, pauses, clock, waited_ns, BUDGET_NS)
 
 
-@njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def sum_float(slots, stride, size, target, count):  # type: ignore[no-untyped-def]
-    """target[i] = ((slot 0)[i] + (slot 1)[i]) + ...: float32, in rank order, so every rank gets the same bits.
+@njit("void(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def sum_float(slots, stride, size, own, target, count):  # type: ignore[no-untyped-def]
+    """target[i] = ((part 0)[i] + (part 1)[i]) + ...: float32, in rank order, so every rank gets the same bits.
 
-    `slots`: address of rank 0's numbers, those of rank r lie `stride` x r bytes further. `target` must be none of them.
+    `slots`: address of rank 0's numbers, those of rank r lie `stride` x r bytes further; but the part of rank `own` is
+    what `target` holds (-1: all of the two or more parts are in their slots, and `target` is none of them).
     """
-    if size == 1:
-        _memcpy(target, slots, count * 4)
-        return
+    kept = np.empty(BLOCK if own > 1 else 0, np.float32)
     # in blocks that stay in the first-level cache; with fresh arrays that begin at zero the loops become vector code
     for begin in range(0, count, BLOCK):
         length = min(BLOCK, count - begin)
         total = carray(float_pointer(target + begin * 4), length)
         first = carray(float_pointer(slots + begin * 4), length)
-        second = carray(float_pointer(slots + stride + begin * 4), length)
-        for i in range(length):
-            total[i] = first[i] + second[i]
-        for rank in range(2, size):
-            further = carray(float_pointer(slots + rank * stride + begin * 4), length)
+        following = 2
+        if own == 0:
+            following = 1
+        elif own == 1:
             for i in range(length):
-                total[i] += further[i]
+                total[i] = first[i] + total[i]
+        else:
+            if own > 1:
+                kept[:length] = total
+            second = carray(float_pointer(slots + stride + begin * 4), length)
+            for i in range(length):
+                total[i] = first[i] + second[i]
+        for rank in range(following, size):
+            part = kept if rank == own else carray(float_pointer(slots + rank * stride + begin * 4), length)
+            for i in range(length):
+                total[i] += part[i]
 
 
-@njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def sum_bfloat(slots, stride, size, target, count):  # type: ignore[no-untyped-def]
+@njit("void(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def sum_bfloat(slots, stride, size, own, target, count):  # type: ignore[no-untyped-def]
     """As `sum_float` for bfloat16: summed in float32 in rank order and rounded once, to nearest even."""
     total = np.empty(BLOCK, np.float32)
     for begin in range(0, count, BLOCK):
         length = min(BLOCK, count - begin)
+        rounded = carray(short_pointer(target + begin * 2), length)
         for rank in range(size):
-            part = carray(short_pointer(slots + rank * stride + begin * 2), length)
+            part = rounded if rank == own else carray(short_pointer(slots + rank * stride + begin * 2), length)
             if rank == 0:
                 for i in range(length):
                     total[i] = float_of_bits(np.uint32(part[i]) << np.uint32(16))
             else:
                 for i in range(length):
                     total[i] += float_of_bits(np.uint32(part[i]) << np.uint32(16))
-        rounded = carray(short_pointer(target + begin * 2), length)
         for i in range(length):
             bits = bits_of_float(total[i])
             nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -242,12 +250,12 @@ def sum_bfloat(slots, stride, size, target, count):  # type: ignore[no-untyped-d
             rounded[i] = np.uint16((bits >> np.uint32(16)) | np.uint32(0x40)) if is_nan else np.uint16(nearest)
 
 
-@njit("void(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def _sum(slots, stride, size, target, count, width):  # type: ignore[no-untyped-def]
+@njit("void(int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def _sum(slots, stride, size, own, target, count, width):  # type: ignore[no-untyped-def]
     if width == 4:
-        sum_float(slots, stride, size, target, count)
+        sum_float(slots, stride, size, own, target, count)
     else:
-        sum_bfloat(slots, stride, size, target, count)
+        sum_bfloat(slots, stride, size, own, target, count)
 
 
 @njit("int64(int64, int64, int64)", nogil=True, cache=True)
@@ -283,7 +291,8 @@ def advance_sum(lane, first, tensor, count, width, progress, leader, waited_ns, 
                 break
             slot = ring + (sequence % DEPTH * size + rank) * stride
             begin = done[0] * per_chunk
-            part_bytes = min(per_chunk, count - begin) * width
+            # the only rank that sums needs nothing but its flag in the slot
+            part_bytes = 0 if leader == rank else min(per_chunk, count - begin) * width
             free = only_publish == 0 or all_reached(flags + DONE, size, sequence - DEPTH + 1)
             if not free:
                 return -1
@@ -309,7 +318,7 @@ def advance_sum(lane, first, tensor, count, width, progress, leader, waited_ns, 
                 return missing
             mine = _cut(part, size, rank) if in_pieces else 0
             length = _cut(part, size, rank + 1) - mine if in_pieces else part
-            _sum(slots + mine * width, stride, size, target + mine * width, length, width)
+            _sum(slots + mine * width, stride, size, rank, target + mine * width, length, width)
             if in_pieces:
                 # nobody else reads this piece of this slot before the flag says that it holds the sum
                 _memcpy(slots + rank * stride + mine * width, target + mine * width, length * width)

@@ -131,7 +131,7 @@ class Lane:
         """target = sum over the ranks, in rank order, of what they published."""
         if target.dtype in _WIDTHS:
             kernel = flags.sum_float if target.dtype is torch.float32 else flags.sum_bfloat
-            kernel(self.slots(sequence) + flags.SLOT_HEADER_BYTES, self.stride, self.size, target.data_ptr(), target.numel())
+            kernel(self.slots(sequence) + flags.SLOT_HEADER_BYTES, self.stride, self.size, EVERYBODY, target.data_ptr(), target.numel())
         else:
             target.copy_(sum_in_rank_order([self.numbers(sequence, rank, target.numel(), target.dtype) for rank in range(self.size)]))
 

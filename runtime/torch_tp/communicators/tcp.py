@@ -23,12 +23,13 @@ from torch import Tensor
 from runtime.torch_tp.communicators.bulk_thread import BulkSettings, BulkThread, check_pairs
 from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending, PendingSwap
 from runtime.torch_tp.communicators.rank_order import as_bytes, piece_cuts, sum_in_rank_order
-from runtime.torch_tp.communicators.shared_flags import copy_bytes, sum_float
+from runtime.torch_tp.communicators.shared_flags import sum_float
 from runtime.torch_tp.communicators.socket_exchange import ALL_DONE, CLOSED, swap_with_all
 from runtime.torch_tp.rendezvous import connect_store, listen, local_address_towards
 
 LANES = ("step", "urgent", "bulk")
 PIECES_FROM_BYTES = 64 * 1024  # from here, three ranks and more exchange pieces instead of everything
+SWAP_UP_TO_BYTES = 4 * 1024 * 1024
 BULK_CHUNK_BYTES = 64 * 1024
 SPIN_S = 100e-6  # how long to look again and again before letting the kernel wake us
 LOOK_AROUND_MS = 5
@@ -223,10 +224,11 @@ class _Swap:
     def fits(self, tensor: Tensor) -> bool:
         streams = self._mesh.streams.values()
         idle = not any(stream.outgoing or stream.incoming for stream in streams)
-        return idle and tensor.device.type == "cpu" and tensor.is_contiguous() and 0 < tensor.nbytes < PIECES_FROM_BYTES
+        small = tensor.nbytes < PIECES_FROM_BYTES or (self._mesh.size == 2 and tensor.nbytes <= SWAP_UP_TO_BYTES)
+        return idle and small and tensor.numel() > 0 and tensor.is_cpu and tensor.is_contiguous()
 
     def rows(self, tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes of all ranks' tensors, one after the other; valid until the next call."""
+        """The bytes of the other ranks' tensors, each in its rank's place; valid until the next call."""
         length_bytes, mesh = tensor.nbytes, self._mesh
         if self._rows.nbytes < length_bytes * mesh.size:
             self._rows = np.empty(length_bytes * mesh.size, np.uint8)
@@ -240,16 +242,16 @@ class _Swap:
             short = self._progress[:, 1:] < length_bytes
             waiting = {peer: (bool(short[peer, 0]), bool(short[peer, 1])) for peer in mesh.streams if short[peer].any()}
             mesh.wait_for_any(waiting, time.monotonic() - begin_s, "all_reduce")
-        copy_bytes(rows + mesh.rank * length_bytes, tensor.data_ptr(), length_bytes)
         return self._rows
 
     def sum(self, tensor: Tensor) -> None:
         rows = self.rows(tensor)
         if tensor.dtype is torch.float32:
-            sum_float(int(rows.ctypes.data), tensor.nbytes, self._mesh.size, tensor.data_ptr(), tensor.numel())
+            sum_float(int(rows.ctypes.data), tensor.nbytes, self._mesh.size, self._mesh.rank, tensor.data_ptr(), tensor.numel())
         else:
-            parts = torch.from_numpy(rows[: tensor.nbytes * self._mesh.size]).view(tensor.dtype).view(self._mesh.size, *tensor.shape)
-            tensor.copy_(sum_in_rank_order(list(parts)))
+            parts = list(torch.from_numpy(rows[: tensor.nbytes * self._mesh.size]).view(tensor.dtype).view(self._mesh.size, *tensor.shape))
+            parts[self._mesh.rank] = tensor
+            tensor.copy_(sum_in_rank_order(parts))
 
 
 class TcpCommunicator:
@@ -323,8 +325,9 @@ class TcpCommunicator:
         """Gather equally long byte vectors."""
         at_once, mesh = (self._urgent_swap, self._urgent) if urgent else (self._step_swap, self._step)
         if at_once.fits(own):
-            rows = torch.from_numpy(at_once.rows(own)[: own.nbytes * self.size].copy())
-            return list(rows.view(own.dtype).view(self.size, -1))
+            rows = torch.from_numpy(at_once.rows(own)[: own.nbytes * self.size].copy()).view(own.dtype).view(self.size, -1)
+            rows[self.rank] = own
+            return list(rows)
         return _TcpSwap(mesh, own).wait()
 
     def start_swap(self, own: Tensor) -> PendingSwap:

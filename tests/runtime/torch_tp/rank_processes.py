@@ -34,6 +34,9 @@ class Outcome:
 def _run(program: Callable[..., Any], options: dict[str, Any], answer: Connection) -> None:
     import torch
 
+    from runtime.torch_tp.rendezvous import die_with_parent
+
+    die_with_parent(os.getppid())
     torch.set_num_threads(1)
     try:
         outcome = Outcome(program(**options), None, "", time.monotonic())

@@ -58,7 +58,7 @@ def test_bfloat16_sum_rounds_to_nearest_even_and_keeps_infinities():
     second = torch.tensor([2**-8, 2**-8, 1.0, 1.0, 3e38], dtype=torch.bfloat16)
     both = torch.stack([first, second])
     target = torch.empty(5, dtype=torch.bfloat16)
-    shared_flags.sum_bfloat(both.data_ptr(), 10, 2, target.data_ptr(), 5)
+    shared_flags.sum_bfloat(both.data_ptr(), 10, 2, -1, target.data_ptr(), 5)
     assert target[:3].tolist() == [1.0, 1.0 + 2**-6, float("inf")]
     assert target[3].isnan() and target[4].isinf()
 
