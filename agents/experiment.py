@@ -6,17 +6,19 @@ The best heuristic of each kind is chosen on validation worlds and never on test
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from agents import heuristics
+from agents.checkpoints import replace_file
 from agents.cross_entropy import tune_linear_score
 from agents.evaluation import Contestant, WorldRunner, load_one
 from agents.experiment_config import ExperimentConfig
@@ -24,7 +26,7 @@ from agents.export import export_bundle
 from agents.policy_bundle import BundleSchema
 from agents.ppo_training import PpoSettings, RolloutProgress, TrainedPolicy, train_ppo
 from agents.provenance import provenance
-from agents.report import EvaluationResults, write_report
+from agents.report import RESULTS_FILE, EvaluationResults, write_report
 from envs.cluster.warm_up import compile_kernels
 from envs.cluster.world import WorldSpec
 from envs.decision.actions import Decision, Scheduler
@@ -38,6 +40,7 @@ from envs.traces.trace_table import TraceTable
 from envs.unloaded import unloaded_times
 from envs.world_sampler import WorldSampler
 
+EXPERIMENT_FILE = "experiment.yaml"
 CEILING = "clairvoyant (unreachable)"
 REFERENCE = "net_utility"  # the strongest closed-form router on every validation set so far; it defines load 1.0
 AGENTS: tuple[str, ...] = ("route", "split", "rebalance")
@@ -113,8 +116,10 @@ class Best:
 class Experiment:
     """One run of an experiment file in `run_dir`; call the stages in order or `run()` for all."""
 
-    def __init__(self, config: ExperimentConfig, run_dir: Path, console: Console, processes: int = 2) -> None:
+    def __init__(self, config: ExperimentConfig, run_dir: Path, console: Console, processes: int = 2, command: str = "") -> None:
+        """command: the line that makes this run again; results and reports name it."""
         self.config = config
+        self.command = command
         self.run_dir = run_dir
         self.console = console
         self.say(f"kernels compiled or read from disk in {compile_kernels():.1f} CPU s")  # once, before worker processes start
@@ -169,14 +174,20 @@ class Experiment:
     def run(self, agents: Sequence[str] = AGENTS, resume: bool = False) -> EvaluationResults:
         """All stages; returns the results that the report shows."""
         begin = time.monotonic()
+        self.write_config()
         self.find_load()
         self.choose_heuristics()
         bundles = {agent: self.train(agent, resume) for agent in agents}
         results = self.evaluate(bundles)
         write_report(results, self.run_dir / "report.html")
-        (self.run_dir / "results.json").write_text(results.to_json(), encoding="utf-8")
+        replace_file(self.run_dir / RESULTS_FILE, results.to_json().encode())
         self.say(f"finished in {(time.monotonic() - begin) / 60:.1f} min")
         return results
+
+    def write_config(self) -> None:
+        """Write the whole configuration, defaults and flags included, as an experiment file that can be run again."""
+        text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
+        replace_file(self.run_dir / EXPERIMENT_FILE, text.encode())
 
     def find_load(self, load_one_scale: float | None = None) -> None:
         """Load 1.0 by bisection on validation worlds (unless given as a rate scale), then the validation and test worlds."""
@@ -270,7 +281,17 @@ class Experiment:
             learning_curve=self._learning_curve(),
             notes=tuple(self._notes()),
             provenance=provenance(self.config.model_dump(), self.config.seed),
+            validation=self.best.scores,
+            counterparts=self._counterparts(policies),
+            command=self.command,
+            is_shortened=self.config.shortened,
         )
+
+    def _counterparts(self, policies: Collection[str]) -> dict[str, str]:
+        """Learned policy -> the row in which the best heuristics answer the same kinds of decision."""
+        split, rebalance = f"split:{self.best.split}", f"rebalance:{self.best.rebalance}"
+        pairs = {"ppo_split": split, "ppo_rebalance": rebalance, "ppo_together": rebalance, "ppo_joint": rebalance}
+        return {learned: name for learned, name in pairs.items() if learned in policies and name in policies}
 
     def _learning_curve(self) -> tuple[dict[str, float], ...]:
         """Validation goodput over training decisions of the router (or the joint agent)."""

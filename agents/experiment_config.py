@@ -80,6 +80,7 @@ class ExperimentConfig(BaseModel, extra="forbid"):
     `max_candidates` is the padded size of each agent's decisions (a router needs its groups + 2)."""
 
     name: str = "default"
+    shortened: bool = Field(False, description="a look at the stages or a cut run: tables and reports say so")
     seed: int = Field(1, ge=0)
     trace: TraceChoice = TraceChoice()
     worlds: WorldChoice = WorldChoice()

@@ -24,6 +24,8 @@ WorldSummary = Mapping[str, Any]
 "parts_mean_s": {part: s}, "decisions_per_s": float | None, and optionally "ttft_quantiles_s": 101 numbers or None, the
 0 to 100 % quantiles with failures at the worst value}. None: nothing was measured."""
 
+RESULTS_FILE = "results.json"
+"""Name of the results in a run's directory."""
 PERCENTILES = ("p50", "p95", "p99")
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 
@@ -32,7 +34,9 @@ LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 class EvaluationResults:
     """What an evaluation found. Every policy has one summary per world, the worlds in the same order for all.
 
-    `best_heuristic` was chosen on validation worlds, before these. `learning_curve`: rows with `decisions` and a score.
+    `best_heuristic` was chosen on validation worlds, before these; `validation`: goodput there, by heuristic.
+    `counterparts`: learned policy -> the best heuristic that answers the same kinds of decision (default: `best_heuristic`).
+    `learning_curve`: rows with `decisions` and a score. `command`: what makes these results again. `is_shortened`: a look, not a result.
     """
 
     trace_name: str
@@ -45,6 +49,10 @@ class EvaluationResults:
     score_name: str = "validation goodput"
     notes: tuple[str, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
+    counterparts: dict[str, str] = field(default_factory=dict)
+    command: str = ""
+    is_shortened: bool = False
 
     def __post_init__(self) -> None:
         if not self.policies or not self.world_names:
@@ -52,7 +60,7 @@ class EvaluationResults:
         for name, worlds in self.policies.items():
             if len(worlds) != len(self.world_names):
                 raise ValueError(f"policy {name!r} has {len(worlds)} worlds, there are {len(self.world_names)}; all meet the same worlds")
-        for name in (self.best_heuristic, *self.learned):
+        for name in (self.best_heuristic, *self.learned, *self.counterparts, *self.counterparts.values()):
             if name not in self.policies:
                 raise ValueError(f"policy {name!r} has no results; known: {', '.join(sorted(self.policies))}")
 

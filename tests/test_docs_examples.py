@@ -177,6 +177,10 @@ def check_module(module: str, words: list[str], workplace: Path) -> None:
         assert found.returncode == 0, found.stderr
     elif module == "agents.evaluate":
         check_evaluate(words)
+    elif module == "agents.results":
+        from agents.results import parse
+
+        parse(words)
     elif module == "agents.inspect_bundle":
         assert len(words) == 1
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from agents import heuristics
 from agents.experiment import DEFAULT_PPO
@@ -104,3 +105,12 @@ def test_yaml_cannot_build_objects(tmp_path):
 def test_unknown_name_lists_the_known():
     with pytest.raises(ExperimentError, match=r'"defualt" unknown; did you mean "default"\? known: .*smoke.*or give a YAML file'):
         load_experiment("defualt")
+
+
+def test_written_configuration_loads_to_the_same_experiment(tmp_path):
+    """`experiment.yaml` of a run, every default included, is an experiment file that means the same."""
+    config = load_experiment("smoke")
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    assert load_experiment(str(path)) == config
+    assert config.shortened and not load_experiment("default").shortened
