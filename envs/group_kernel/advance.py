@@ -389,9 +389,6 @@ def _admit_waiting(state, g, budget, decode0, decode1, kv0, kv1, limit_s):
     while ints[L.GI_WAITING] > 0:
         slot = state.waiting[g, 0]
         row = state.slot_int[g, slot]
-        if now_s - state.slot_float[g, slot, L.SF_ENQUEUED_S] > state.group_float[g, L.GF_QUEUE_TIMEOUT_S]:
-            _give_up(state, g, slot, L.RECORD_TIMEOUT, now_s)
-            continue
         whole = kv_pool.blocks_for(state, g, row[L.SI_PROMPT] + row[L.SI_GENERATED])
         if whole > kv_pool.total_blocks(state, g, ints[L.GI_PLAN]):
             _give_up(state, g, slot, L.RECORD_TOO_LARGE, now_s)
@@ -405,6 +402,24 @@ def _admit_waiting(state, g, budget, decode0, decode1, kv0, kv1, limit_s):
         row[L.SI_CHUNK] = min(budget, row[L.SI_GOAL] - row[L.SI_DONE])
         budget -= row[L.SI_CHUNK]
     return budget
+
+
+@inner_kernel
+def _give_up_overdue(state, g, now_s):
+    """End every request that has waited longer than the queue timeout, wherever it stands in the queue."""
+    group = state.group_float[g]
+    timeout_s = group[L.GF_QUEUE_TIMEOUT_S]
+    next_s = np.inf
+    place = 0
+    while place < state.group_int[g, L.GI_WAITING]:
+        slot = state.waiting[g, place]
+        give_up_s = state.slot_float[g, slot, L.SF_ENQUEUED_S] + timeout_s
+        if give_up_s < now_s:
+            _give_up(state, g, slot, L.RECORD_TIMEOUT, now_s)
+        else:
+            next_s = min(next_s, give_up_s)
+            place += 1
+    group[L.GF_GIVE_UP_S] = next_s
 
 
 @inner_kernel
@@ -459,6 +474,8 @@ def plan_jump(state, g):
     ints = state.group_int[g]
     group = state.group_float[g]
     now_s = group[L.GF_CLOCK_S]
+    if group[L.GF_GIVE_UP_S] < now_s:
+        _give_up_overdue(state, g, now_s)
     while True:  # make room until at least one step fits; each round removes a sequence, so it ends
         decode0, decode1, kv0, kv1, limit_s = _count_decoding(state, g)
         if decode0 + decode1 == 0 or _kv_allows(state, g, ONE):
@@ -481,8 +498,7 @@ def plan_jump(state, g):
     ints[L.GI_JUMP_STEPS] = steps
     group[L.GF_JUMP_START_S] = now_s
     if steps > 1 and ints[L.GI_WAITING] > 0:  # who waits too long is noticed at the next step, not at the end of the jump
-        timeout_s = state.slot_float[g, state.waiting[g, 0], L.SF_ENQUEUED_S] + group[L.GF_QUEUE_TIMEOUT_S]
-        steps = min(steps, steps_done_by(group, timeout_s, steps) + 1)
+        steps = min(steps, steps_done_by(group, group[L.GF_GIVE_UP_S], steps) + 1)
         ints[L.GI_JUMP_STEPS] = steps
     group[L.GF_JUMP_END_S] = now_s + jump_duration_s(group, steps)
 
