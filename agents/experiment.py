@@ -30,6 +30,7 @@ from agents.report import RESULTS_FILE, EvaluationResults, write_report
 from envs.cluster.warm_up import compile_kernels
 from envs.cluster.world import WorldSpec
 from envs.decision.actions import Decision, Scheduler
+from envs.decision.candidate_bounds import too_many_candidates
 from envs.decision.objective import smallest_limit_multiplier
 from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
 from envs.scenario.cluster_file import load_cluster
@@ -150,9 +151,9 @@ class Experiment:
             if rows is None:
                 raise ValueError(f"max_candidates: no size for {agent}; name every agent that is trained")
             for cluster in self.sampler.clusters:
-                candidates = len(cluster.groups) + 2  # hold and refuse
-                if agent in ("route", "joint") and candidates > rows:
-                    raise ValueError(f"max_candidates.{agent}={rows}: {cluster.name} has {candidates} in a route decision; raise it")
+                ranks = [len(group.ranks) for group in cluster.groups]
+                if problem := too_many_candidates(cluster.name, _asked(agent), ranks, sum(cluster.parked), rows):
+                    raise ValueError(f"max_candidates.{agent}={rows}: {problem}")
         choice = self.config.trace
         for name, window_s in (("train_s", choice.train_s), ("validation_s", choice.validation_s), ("test_s", choice.test_s)):
             first, last = np.searchsorted(self.trace.arrival_s, window_s)
@@ -237,7 +238,7 @@ class Experiment:
     def train(self, agent: str, resume: bool = False) -> Path:
         """Train one agent, export its bundle; returns the bundle's directory."""
         config = self.config
-        asked: tuple[Decision, ...] = ALL_DECISIONS if agent == "joint" else (agent,)  # type: ignore[assignment]
+        asked = _asked(agent)
         settings = self._ppo_settings(agent)
         env_settings = EnvSettings(
             asked=asked, max_candidates=config.max_candidates[agent], discount_per_s=config.discount_per_s,
@@ -419,6 +420,11 @@ class Experiment:
 
     def _bar(self) -> Progress:
         return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self.console)
+
+
+def _asked(agent: str) -> tuple[Decision, ...]:
+    """The decisions that an agent answers."""
+    return ALL_DECISIONS if agent == "joint" else (agent,)  # type: ignore[return-value]
 
 
 def _is_file(name: str) -> bool:

@@ -136,8 +136,6 @@ def test_the_extreme_states_stay_inside_the_space(asked):
     late = world(
         W.trace(1e9 + np.arange(40) * 0.1, 300, 30),
         faults=(FaultEvent(FaultKind.LOST_GROUP, 1e9 + 1, 2.0, W.PAIR),),
-        control_tick_s=1e8,
-        interference_sigma=0.0,
     )
     down = world(W.trace(np.arange(30) * 0.5, 300, 30), faults=all_down(), drain_s=20.0)
     for spec in (long_prompt, late, down):
