@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError, field_validator, model_validator
 
 from envs.cluster.world import WorldOptions
 from envs.domain.suggestions import unknown_name
+from envs.scenario.scenario_error import shown
+from envs.scenario.validation import key_path, keys_at
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
+AGENT_NAMES = ("route", "split", "rebalance", "joint")
+_WORLD_OPTIONS = tuple(entry.name for entry in fields(WorldOptions))
 
 
 class ExperimentError(ValueError):
@@ -49,7 +56,29 @@ class WorldChoice(BaseModel, extra="forbid"):
     test_load: tuple[PositiveFloat, PositiveFloat] = (0.7, 1.15)
     fault_factor: tuple[float, float] = (0.0, 2.0)
     limit_multiplier: PositiveFloat | None = Field(None, description="None: the smallest integer that the median group can meet")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field({}, description="fields of envs.cluster.world.WorldOptions")
+
+    @field_validator("options")
+    @classmethod
+    def _options_are_of_a_world(cls, options: dict[str, Any]) -> dict[str, Any]:
+        made = _world_options(options)
+        return {name: getattr(made, name) for name in options}
+
+
+def _world_options(options: Mapping[str, Any]) -> WorldOptions:
+    """The options of a world. Raises ValueError, one line, for an unknown name or a value of another type or out of range."""
+    for name in options:
+        if name not in _WORLD_OPTIONS:
+            raise ValueError(unknown_name("world option", str(name), _WORLD_OPTIONS))
+    if "limit_multiplier" in options:
+        raise ValueError("limit_multiplier is a key of `worlds` itself; move it there")
+    try:
+        # as JSON: lists for tuples and whole numbers for floats pass, text for a number or true for 1 does not
+        return TypeAdapter(WorldOptions).validate_json(json.dumps(options, default=str), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where, said = key_path(first["loc"]), first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{where}: {shown(first['input'])} refused, {said[0].lower()}{said[1:]}" if where else said) from error
 
 
 class CompareChoice(BaseModel, extra="forbid"):
@@ -93,8 +122,25 @@ class ExperimentConfig(BaseModel, extra="forbid"):
     training_environments: PositiveInt = 6
     ppo: dict[str, dict[str, Any]] = {}
 
+    @field_validator("ppo", "max_candidates")
+    @classmethod
+    def _agents_are_known(cls, by_agent: dict[str, Any]) -> dict[str, Any]:
+        for name in by_agent:
+            if name not in AGENT_NAMES:
+                raise ValueError(unknown_name("agent", name, AGENT_NAMES))
+        return by_agent
+
     def world_options(self) -> WorldOptions:
-        return WorldOptions(**self.worlds.options)
+        return _world_options(self.worlds.options)
+
+
+def _problem(fault: Any) -> str:
+    """pydantic's first complaint as `key: what is wrong (got value)`."""
+    location = fault["loc"]
+    where = key_path(location) or "file"
+    if fault["type"] == "extra_forbidden":
+        return f"{where}: " + unknown_name("key", str(location[-1]), keys_at(ExperimentConfig, location[:-1]))
+    return f"{where}: {fault['msg'].removeprefix('Value error, ')} (got {shown(fault['input'])})"
 
 
 def load_experiment(name_or_path: str) -> ExperimentConfig:
@@ -107,14 +153,8 @@ def load_experiment(name_or_path: str) -> ExperimentConfig:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         if not isinstance(content, dict):
             raise ExperimentError(f"{path}: expected keys and values, found {type(content).__name__}")
-        config = ExperimentConfig(**content)
-        config.world_options()
-        return config
+        return ExperimentConfig.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ExperimentError(f"{path}: {where or 'file'}: {first['msg']} (got {first.get('input')!r})") from error
+        raise ExperimentError(f"{path}: {_problem(error.errors(include_url=False, include_context=False)[0])}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ExperimentError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from error
-    except TypeError as error:
-        raise ExperimentError(f"{path}: worlds.options: {error}") from error

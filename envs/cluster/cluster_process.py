@@ -32,11 +32,12 @@ from envs.decision.move_candidates import rebalance_candidates, split_candidates
 from envs.decision.retry_budget import RetryBudget
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, Request
-from envs.domain.snapshot import BoolArray
+from envs.domain.snapshot import BoolArray, IntArray
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
 from envs.group_kernel.advance import cut_jump, join, next_event_s
 from envs.group_kernel.queue import enqueue_row, take_out
+from envs.traces.trace_table import TraceTable
 
 TABLE_REFRESH_COMPLETIONS = 64  # the predictor's length table is rebuilt this often
 
@@ -55,6 +56,14 @@ class RunStalled(RuntimeError):
     """Neither the clock nor the completions moved for too many events (K09)."""
 
 
+def tokens_max(trace: TraceTable, default_output_tokens: tuple[int, ...]) -> IntArray:
+    """Prompt plus the output set aside for each request, shape (n,): what its row declares, else its class's default; never the
+    row's own length, which nobody knows at arrival."""
+    declared = trace.output_limit_tokens
+    output = np.where(declared > 0, declared, np.array(default_output_tokens, np.int64)[trace.class_index])
+    return trace.prompt_tokens + output
+
+
 class ClusterProcess:
     """One world. Use either `run(schedulers)` or the pair `next_decision` / `apply`.
 
@@ -67,12 +76,16 @@ class ClusterProcess:
         self.trace = world.trace
         self.decisions = decisions
         self.log = EventLog(keep_lines)
-        self.env = simpy.Environment(0.0)  # a float from the start, or the kernel would be compiled for integers as well
+        # an empty cluster needs no simulating, so a trace with a late start costs nothing before its first arrival; a float
+        # in any case, or the kernel would be compiled for integers as well
+        self.begin_s = float(self.trace.arrival_s[0]) if len(self.trace.arrival_s) else 0.0
+        self.env = simpy.Environment(self.begin_s)
         seeds = np.random.SeedSequence(world.seed).spawn(4)
         faults_rng, self._interference_rng, breaker_rng, self.moves_rng = (np.random.default_rng(seed) for seed in seeds)
         self.groups = GroupSet(world.cluster, world.options, world.trace.prefix_offsets, world.trace.prefix_ids)
         self.groups.set_prefix_block_tokens(world.trace.block_tokens)
         self.state = self.groups.state
+        self.state.group_float[:, L.GF_CLOCK_S] = self.begin_s
         self.outcomes = OutcomeTable(world.trace)
         self.telemetry = Telemetry(self.groups)
         self.breakers = BreakerPanel(len(self.groups.groups), now_s=lambda: self.env.now, rng=breaker_rng)
@@ -97,10 +110,11 @@ class ClusterProcess:
         self._table_due = TABLE_REFRESH_COMPLETIONS
         self._limits = P.class_limits(world.options.limit_multiplier)
         self._hits = np.zeros(len(self.groups.groups), np.int64)
+        self._tokens_max = tokens_max(self.trace, world.options.default_output_tokens)
         faults = world.faults
         if world.fault_rates is not None:
             ranks = [len(group.ranks) for group in self.groups.groups]
-            faults = faults + draw_faults(world.fault_rates, ranks, self.span_s, faults_rng)
+            faults = faults + draw_faults(world.fault_rates, ranks, self.span_s, faults_rng, self.begin_s)
         self.faults = faults
         for fault in faults:
             fault.check_place([len(group.ranks) for group in self.groups.groups])
@@ -115,13 +129,13 @@ class ClusterProcess:
 
     @property
     def span_s(self) -> float:
-        """Time of the last arrival."""
-        return float(self.trace.arrival_s[-1]) if len(self.trace.arrival_s) else 0.0
+        """Seconds from the first arrival to the last."""
+        return self.trace.span_s
 
     @property
     def horizon_s(self) -> float:
         """End of the world at the latest: last arrival plus the drain time."""
-        return self.span_s + self.options.drain_s
+        return (float(self.trace.arrival_s[-1]) if len(self.trace.arrival_s) else 0.0) + self.options.drain_s
 
     @property
     def in_system(self) -> int:
@@ -243,21 +257,23 @@ class ClusterProcess:
             if self._is_unservable(i):
                 self.end_request(i, OutcomeKind.UNSERVABLE, "unservable")
                 continue
-            self._ready.append(Held(self._request(i, arrival_s), arrival_s + self.options.hold_max_s))
+            self._ready.append(Held(self._request(i), arrival_s + self.options.hold_max_s))
         while self.in_system > 0 and self.env.now < self.horizon_s:
             yield self.env.timeout(min(1.0, self.horizon_s - self.env.now) + 1e-9)
             self.settle()
         self._done = True
 
-    def _request(self, i: int, arrival_s: float) -> Request:
-        return Request(i, arrival_s, int(self.trace.prompt_tokens[i]), int(self.trace.class_index[i]))
+    def _request(self, i: int, attempts: int = 0) -> Request:
+        trace = self.trace
+        blocks = trace.prefix_blocks(i)
+        return Request(
+            i, float(trace.arrival_s[i]), int(trace.prompt_tokens[i]), int(trace.class_index[i]), trace.session_name(i),
+            tuple(blocks.tolist()) if blocks.size else (), trace.block_tokens if blocks.size else 0, attempts,
+        )  # fmt: skip
 
     def _is_unservable(self, i: int) -> bool:
-        """The door: prompt plus allowed output against the context and the largest pool (K10). The scheduler never sees
-        the row's own length; where a trace declares no limit, the length served is the limit that was allowed."""
-        limit = int(self.trace.output_limit_tokens[i])
-        total = int(self.trace.prompt_tokens[i]) + max(limit, int(self.trace.output_tokens[i]))
-        if total > self.groups.limits.context_tokens:
+        """The door: prompt plus allowed output against the context and the largest pool (K10)."""
+        if self._tokens_max[i] > self.groups.limits.context_tokens:
             return True
         fits = self.fits(i)
         if fits.all():
@@ -267,8 +283,11 @@ class ClusterProcess:
 
     def fits(self, i: int) -> BoolArray:
         """Which groups' pools, under the plans in force, hold request `i` with all of its allowed output; shape (groups,)."""
-        allowed = max(int(self.trace.output_limit_tokens[i]), int(self.trace.output_tokens[i]))
-        return self.groups.kv_tokens >= int(self.trace.prompt_tokens[i]) + allowed
+        return self.groups.kv_tokens >= self._tokens_max[i]
+
+    def _target_tokens(self, i: int) -> int:
+        """Length at which the answer to request `i` ends: as recorded, but at the end of the context at the latest."""
+        return min(int(self.trace.output_tokens[i]), self.groups.limits.context_tokens - int(self.trace.prompt_tokens[i]))
 
     def _control(self) -> Generator[Any, Any, None]:
         while True:
@@ -359,7 +378,7 @@ class ClusterProcess:
             key = P.queue_key(request.arrival_s, request.class_index, self.options.head_start_s)
             slot = join(
                 self.state, group_index, now_s, request.request_id, request.class_index, request.prompt_tokens,
-                int(self.trace.output_tokens[request.request_id]), request.arrival_s, key,
+                self._target_tokens(request.request_id), request.arrival_s, key,
                 self._limits[request.class_index, 2],
             )  # fmt: skip
         else:
@@ -396,12 +415,7 @@ class ClusterProcess:
             self.breakers.breakers[group_index].release(lease)
         self._sent_s.pop(int(rows[0][L.SI_REQUEST]), None)
         request_id, attempts = int(rows[0][L.SI_REQUEST]), int(rows[0][L.SI_ATTEMPTS])
-        trace = self.trace
-        request = Request(
-            request_id, float(trace.arrival_s[request_id]), int(trace.prompt_tokens[request_id]),
-            int(trace.class_index[request_id]), attempts=attempts,
-        )  # fmt: skip
-        return Held(request, self.env.now + self.options.hold_max_s, rows)
+        return Held(self._request(request_id, attempts), self.env.now + self.options.hold_max_s, rows)
 
     def put_back(self, held: Held, is_retry: bool) -> None:
         """Ask where an extracted request shall go on; a retry is charged to the budget and to its attempts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from envs.cluster.faults import FaultEvent, FaultKind
@@ -19,8 +20,15 @@ if TYPE_CHECKING:
 
 
 def strike(cluster: ClusterProcess, fault: FaultEvent) -> Generator[Any, Any, None]:
-    """simpy process of one fault: wait for its start, apply it, undo it at its end."""
-    yield cluster.env.timeout(fault.start_s)
+    """simpy process of one fault: wait for its start, apply it, undo it at its end. The world begins at its first arrival: a
+    fault that is over by then is noted and strikes nobody, one under way lasts for the rest of its time."""
+    late_s = cluster.env.now - fault.start_s
+    if late_s > 0:
+        if late_s >= fault.length_s:
+            cluster.log.note(cluster.env.now, f"fault_over:{fault.kind.name}", fault.group_index, fault.rank_index)
+            return
+        fault = replace(fault, start_s=cluster.env.now, length_s=fault.length_s - late_s)
+    yield cluster.env.timeout(fault.start_s - cluster.env.now)
     cluster.settle()
     cluster.log.note(cluster.env.now, f"fault:{fault.kind.name}", fault.group_index, fault.rank_index)
     health = cluster.groups.health[fault.group_index]

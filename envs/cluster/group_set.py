@@ -42,7 +42,8 @@ class GroupHealth:
     flags: this group's column of `GroupSet.flags`, shape (HEALTH_FLAGS,), so that a snapshot reads all groups at once.
     rank_losses (ranks,), group_losses: noticed losses of a rank and losses of the whole group that are not yet over;
     faults may overlap, and only the end of the last one heals. unnoticed: losses that nobody has detected yet.
-    is_gone: its ranks were given to another group. link_slow, host_slow: factors on times, 1 = nominal.
+    is_gone: its ranks were given to another group. fell_back_s: when it last fell back to fewer ranks. link_slow, host_slow:
+    factors on times, 1 = nominal.
     """
 
     is_parked = _flag(PARKED, "holds its hardware but serves nobody")
@@ -57,6 +58,7 @@ class GroupHealth:
         self.unnoticed = 0
         self.is_starting = False
         self.is_gone = False
+        self.fell_back_s = -np.inf
         self.link_slow = 1.0
         self.host_slow = 1.0
         self.slow_compute = np.ones(ranks)

@@ -66,6 +66,7 @@ class Moves:
             rebuild_s=self._cluster.options.rebuild_s,
             overlaps=tuple(groups.overlap(g) for g in range(len(groups.groups))),
             older=tuple(self._older(g) for g in range(len(groups.groups))),
+            may_restore=self._cluster.env.now >= np.array([h.fell_back_s for h in groups.health]) + self._cluster.options.fall_back_stay_s,
         )
 
     def _older(self, g: int) -> tuple[SplitPlan, int]:
@@ -206,6 +207,7 @@ class Moves:
         groups, g = self._cluster.groups, command.group_index
         speeds = self.declared_health().speed_factors[g]
         plan = fallback_plan(groups.groups[g], speeds)
+        groups.health[g].fell_back_s = self._cluster.env.now
         fault_process.restart(self._cluster, g, groups.groups[g], plan)
 
     def _restore(self, command: Command) -> None:
