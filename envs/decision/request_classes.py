@@ -13,13 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from envs.domain.requests import CLASS_INDEX, SERVICE_CLASSES
+from envs.domain.requests import CLASS_INDEX, LABEL_ALIASES, SERVICE_CLASSES, class_of_label
 from envs.domain.snapshot import FloatArray
 from envs.domain.suggestions import unknown_name
-
-LABEL_ALIASES: dict[str, str] = {"interactive": "chat", "conversation": "chat", "agent": "code", "summarization": "batch"}
-"""Labels in use elsewhere, by the class that they mean here."""
-
 
 @dataclass(frozen=True, slots=True)
 class ClassFeatures:
@@ -60,11 +56,10 @@ PREFIX_SHARE_REUSED = 1.0 / 3.0
 
 def label_class(label: str) -> int:
     """Class index of a label or alias, case ignored. Raises ValueError with the known ones."""
-    name = label.strip().lower()
-    name = LABEL_ALIASES.get(name, name)
-    if name not in CLASS_INDEX:
+    index = class_of_label(label)
+    if index is None:
         raise ValueError(unknown_name("service class", label, [*CLASS_INDEX, *LABEL_ALIASES]))
-    return CLASS_INDEX[name]
+    return index
 
 
 def class_log_scores(

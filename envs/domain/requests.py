@@ -30,6 +30,15 @@ SERVICE_CLASSES: tuple[ServiceClass, ...] = (
 
 CLASS_INDEX: dict[str, int] = {service.name: index for index, service in enumerate(SERVICE_CLASSES)}
 
+LABEL_ALIASES: dict[str, str] = {"interactive": "chat", "conversation": "chat", "agent": "code", "summarization": "batch"}
+"""Labels in use elsewhere, by the class that they mean here."""
+
+
+def class_of_label(label: str) -> int | None:
+    """Class index of a label or alias, case ignored; None for one that means nothing here."""
+    name = label.strip().lower()
+    return CLASS_INDEX.get(LABEL_ALIASES.get(name, name))
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
