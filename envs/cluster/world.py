@@ -15,12 +15,15 @@ class WorldOptions:
 
     interference_sigma: spread of a hidden slow-down per group that wanders (log-normal, redrawn every
     interference_period_s); with use_residual_tables it makes the world differ structurally from the
-    schedulers' roofline. limit_multiplier scales the class limits (DESIGN section 8).
+    schedulers' roofline. limit_multiplier scales the class limits (DESIGN section 8). report_period_s, report_noise: how
+    often ranks report their step times, and the scatter (log-normal) of what they report.
     """
 
     use_residual_tables: bool = True
     interference_sigma: float = 0.08
     interference_period_s: float = 20.0
+    report_period_s: float = 0.5
+    report_noise: float = 0.03
     chunk_tokens_max: int = 2048
     chunk_tokens_min: int = 256
     batch_min: int = 8

@@ -17,7 +17,7 @@ class ServiceClass:
     weight: float
     priority: int = 0
 
-    def ttft_limit_s(self, prompt_tokens: int) -> float:
+    def ttft_limit_s(self, prompt_tokens: float) -> float:
         return self.ttft_base_s + self.ttft_per_prompt_token_s * prompt_tokens
 
 

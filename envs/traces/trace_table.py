@@ -227,11 +227,12 @@ class _Columns:
         self.limit.extend([row.output_limit_tokens or NO_LIMIT for row in rows])
         self.priority.extend([NO_PRIORITY if row.priority is None else max(-1, min(row.priority, 32767)) for row in rows])
         labels = [row.service_class for row in rows]
-        known = {label: class_of_label(label) for label in set(labels) if label is not None}
-        found = [None if label is None else known[label] for label in labels]
-        self.classes.extend([default_class if index is None else index for index in found])
-        self.labelled.extend([index is not None for index in found])
-        self.unknown_classes.update(label for label in labels if label is not None and known[label] is None)
+        known = {label: None if label is None else class_of_label(label) for label in set(labels)}
+        of_label = {label: default_class if index is None else index for label, index in known.items()}
+        self.classes.extend([of_label[label] for label in labels])
+        self.labelled.extend([known[label] is not None for label in labels])
+        if unknown := {label for label, index in known.items() if label is not None and index is None}:
+            self.unknown_classes.update(label for label in labels if label in unknown)
         names, blocks, offsets = self.names, self.blocks, self.offsets
         self.session.extend([NO_SESSION if row.session is None else names.setdefault(row.session, len(names)) for row in rows])
         for row in rows:
