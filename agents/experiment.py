@@ -27,6 +27,7 @@ from agents.policy_bundle import BundleSchema
 from agents.ppo_training import PpoSettings, RolloutProgress, TrainedPolicy, train_ppo
 from agents.provenance import provenance
 from agents.report import RESULTS_FILE, EvaluationResults, write_report
+from agents.row_classes import class_shares, with_classes
 from envs.cluster.warm_up import compile_kernels
 from envs.cluster.world import WorldSpec
 from envs.decision.actions import Decision, Scheduler
@@ -313,8 +314,10 @@ class Experiment:
     def _load_trace(self) -> TraceTable:
         choice = self.config.trace
         table = load_trace(choice.name, choice.format) if _is_file(choice.name) else default_trace(choice.name)
+        table = with_classes(table, self.config.classes.source, self.config.classes.map)
         label = "SYNTHETIC twin" if table.synthetic else "real trace"
-        self.say(f"traffic: {choice.name} ({label}): {len(table.arrival_s):,} requests over {table.arrival_s[-1]:,.0f} s")
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in class_shares(table).items())
+        self.say(f"traffic: {choice.name} ({label}): {len(table.arrival_s):,} requests over {table.arrival_s[-1]:,.0f} s; {shares}")
         return table
 
     def _sampler(self) -> WorldSampler:

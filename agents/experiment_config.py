@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError, field_validator, model_validator
 
+from agents.row_classes import ClassSource
 from envs.cluster.world import WorldOptions
 from envs.domain.suggestions import unknown_name
 from envs.scenario.scenario_error import shown
@@ -45,6 +46,15 @@ class TraceChoice(BaseModel, extra="forbid"):
             if b[0] < a[1]:
                 raise ValueError(f"{left}={a} and {right}={b} overlap; training and test must not share requests")
         return self
+
+
+class ClassChoice(BaseModel, extra="forbid"):
+    """Classes of the rows. source: trace (a row's label where it has one, else the class of its trace, DESIGN section 8),
+    label (every row must have one) or classifier (label, else from features known at arrival).
+    map: class to class, afterwards, e.g. {chat: code}."""
+
+    source: ClassSource = "trace"
+    map: dict[str, str] = {}
 
 
 class WorldChoice(BaseModel, extra="forbid"):
@@ -112,6 +122,7 @@ class ExperimentConfig(BaseModel, extra="forbid"):
     shortened: bool = Field(False, description="a look at the stages or a cut run: tables and reports say so")
     seed: int = Field(1, ge=0)
     trace: TraceChoice = TraceChoice()
+    classes: ClassChoice = ClassChoice()
     worlds: WorldChoice = WorldChoice()
     compare: CompareChoice = CompareChoice()
     tune: TuneChoice = TuneChoice()

@@ -23,12 +23,14 @@ from envs.cluster.moves import Moves
 from envs.cluster.outcome_table import OutcomeTable
 from envs.cluster.telemetry import Telemetry
 from envs.cluster.world import WorldSpec
+from envs.decision import capability
 from envs.decision import predictor as P
 from envs.decision.actions import Decision, DecisionPoint, Scheduler, route_commands, route_mask
 from envs.decision.call_outcomes import Outcome
 from envs.decision.circuit_breaker import BreakerPanel, ProbeLease, State
 from envs.decision.length_estimator import LengthEstimator
 from envs.decision.move_candidates import rebalance_candidates, split_candidates
+from envs.decision.request_classes import TypicalPrompts
 from envs.decision.retry_budget import RetryBudget
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, Request
@@ -80,23 +82,26 @@ class ClusterProcess:
         # in any case, or the kernel would be compiled for integers as well
         self.begin_s = float(self.trace.arrival_s[0]) if len(self.trace.arrival_s) else 0.0
         self.env = simpy.Environment(self.begin_s)
-        seeds = np.random.SeedSequence(world.seed).spawn(4)
-        faults_rng, self._interference_rng, breaker_rng, self.moves_rng = (np.random.default_rng(seed) for seed in seeds)
+        seeds = np.random.SeedSequence(world.seed).spawn(5)
+        faults_rng, self._interference_rng, breaker_rng, self.moves_rng, report_rng = (np.random.default_rng(seed) for seed in seeds)
         self.groups = GroupSet(world.cluster, world.options, world.trace.prefix_offsets, world.trace.prefix_ids)
         self.groups.set_prefix_block_tokens(world.trace.block_tokens)
         self.state = self.groups.state
         self.state.group_float[:, L.GF_CLOCK_S] = self.begin_s
         self.outcomes = OutcomeTable(world.trace)
-        self.telemetry = Telemetry(self.groups)
+        self.telemetry = Telemetry(self.groups, report_rng)
         self.breakers = BreakerPanel(len(self.groups.groups), now_s=lambda: self.env.now, rng=breaker_rng)
         self.retries = RetryBudget(attempts_max=world.options.attempts_max)
         self._retrying: set[int] = set()
         self.lengths = LengthEstimator()
+        self.prompts = TypicalPrompts()
+        self._limits = P.class_limits(world.options.limit_multiplier)
         self.tables = self._make_tables()
         self.moves = Moves(self)
         self.ended_requests: list[int] = []  # in order of booking; the environment drains it to pay rewards
         self._leases: dict[int, ProbeLease] = {}
         self._sent_s: dict[int, float] = {}
+        self._expected_s: dict[int, tuple[float, float]] = {}  # predicted TTFT and TPOT of requests inside, where predicted
         self.illegal_actions = 0
         self._asking: Held | None = None  # the request of the route decision that waits for its answer
         self._ready: deque[Held] = deque()  # asked again before anything else happens
@@ -108,7 +113,6 @@ class ClusterProcess:
         self._done = False
         self._completions = 0
         self._table_due = TABLE_REFRESH_COMPLETIONS
-        self._limits = P.class_limits(world.options.limit_multiplier)
         self._hits = np.zeros(len(self.groups.groups), np.int64)
         self._tokens_max = tokens_max(self.trace, world.options.default_output_tokens)
         faults = world.faults
@@ -173,7 +177,7 @@ class ClusterProcess:
             index = len(point.commands) - 1 if point.decision == "route" else 0
         command = point.commands[index]
         if point.decision == "route":
-            self._apply_route(command)
+            self._apply_route(point, command)
         elif command.kind is not CommandKind.KEEP:
             self.log.note(self.env.now, command.kind.name, command.group_index, command.target_index)
             self.moves.apply(command)
@@ -207,19 +211,26 @@ class ClusterProcess:
         self.state.record_count[0] = 0
         ints, floats = self.outcomes.book(self.state.record_int, self.state.record_float, count)
         self.log.note_records(ints, floats)
-        for row in ints.tolist():
-            self._book_one(row)
+        for row, times in zip(ints.tolist(), floats[:, : L.RF_PARTS].tolist(), strict=True):
+            self._book_one(row, times)
         self.ask_held_again()
         if self._completions >= self._table_due:
             self._table_due = self._completions + TABLE_REFRESH_COMPLETIONS
             self.tables = self._make_tables()
 
-    def _book_one(self, ints: list[int]) -> None:
+    def _book_one(self, ints: list[int], times: list[float]) -> None:
         group_index, kind, request_id = ints[L.RI_GROUP], ints[L.RI_KIND], ints[L.RI_REQUEST]
         self.ended_requests.append(request_id)
         self._finish_attempt(request_id)
         lease, began_s = self._leases.pop(request_id, None), self._sent_s.pop(request_id, None)
+        expected_s = self._expected_s.pop(request_id, None)
         if kind == L.RECORD_COMPLETED:
+            if expected_s is not None:
+                ttft_s = times[L.RF_FIRST_S] - times[L.RF_ARRIVAL_S]
+                tpot_s = (times[L.RF_FINISH_S] - times[L.RF_FIRST_S]) / max(1, ints[L.RI_GENERATED] - 1)
+                self.telemetry.class_experience.observe(
+                    times[L.RF_FINISH_S], group_index, ints[L.RI_CLASS], expected_s, (ttft_s, tpot_s)
+                )
             self._completions += 1
             self.lengths.observe(ints[L.RI_CLASS], ints[L.RI_GENERATED])
             self.breakers.breakers[group_index].record(Outcome.OK, began_s=began_s, lease=lease)
@@ -254,6 +265,7 @@ class ClusterProcess:
             self.retries.start_request()
             self.telemetry.rate_5s.count(self.env.now)
             self.telemetry.rate_60s.count(self.env.now)
+            self.prompts.observe(int(trace.class_index[i]), int(trace.prompt_tokens[i]))
             if self._is_unservable(i):
                 self.end_request(i, OutcomeKind.UNSERVABLE, "unservable")
                 continue
@@ -350,7 +362,7 @@ class ClusterProcess:
         self._asking = held
         return DecisionPoint("route", view, route_commands(view.groups), mask, self.tables, held.request, self._hits.copy())
 
-    def _apply_route(self, command: Command) -> None:
+    def _apply_route(self, point: DecisionPoint, command: Command) -> None:
         held = self._asking
         assert held is not None, "apply() answers the point that next_decision() returned"
         self._asking, request = None, held.request
@@ -365,6 +377,8 @@ class ClusterProcess:
             self.log.note(self.env.now, "route", command.group_index, request.request_id)
             if not self.enter(held, command.group_index):
                 self._refuse(held, "queue_full")
+            elif held.rows is None and (expected := point.expected_s(command.group_index)) is not None:
+                self._expected_s[request.request_id] = expected
 
     def _refuse(self, held: Held, reason: str) -> None:
         has_begun = held.rows is not None and not np.isnan(held.rows[1][L.SF_ADMITTED_S])
@@ -414,6 +428,7 @@ class ClusterProcess:
         if (lease := self._leases.pop(int(rows[0][L.SI_REQUEST]), None)) is not None:
             self.breakers.breakers[group_index].release(lease)
         self._sent_s.pop(int(rows[0][L.SI_REQUEST]), None)
+        self._expected_s.pop(int(rows[0][L.SI_REQUEST]), None)  # it goes on elsewhere: the prediction was of here
         request_id, attempts = int(rows[0][L.SI_REQUEST]), int(rows[0][L.SI_ATTEMPTS])
         return Held(self._request(request_id, attempts), self.env.now + self.options.hold_max_s, rows)
 
@@ -455,13 +470,21 @@ class ClusterProcess:
         )
         remaining = self.lengths.expected_remaining(classes[..., 0], made[..., 0])
         quantiles = self.lengths.sample_remaining(classes, made, middle)
+        prompts, outputs = self.prompts.tokens(), np.ascontiguousarray(remaining[:, 0], np.float64)
+        model = (state.predicted_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow)
+        plan, chunk = state.group_int[:, L.GI_PLAN], np.ascontiguousarray(state.group_int[:, L.GI_CHUNK_MAX])
+        kv_bytes = np.full(len(plan), self.world.cluster.model.kv_bytes_per_token)
         return P.PredictorTables(
             rank_cost=state.predicted_rank_cost,
             group_cost=state.predicted_group_cost,
-            plan=state.group_int[:, L.GI_PLAN],
+            plan=plan,
+            baseline=P.baselines(prompts, outputs, *model, plan, chunk, kv_bytes),
+            needs=capability.class_needs(
+                self.world.cluster.model, prompts, outputs, self._limits[:, 0] + self._limits[:, 1] * prompts, self._limits[:, 2]
+            ),
             remaining_tokens=np.ascontiguousarray(remaining, np.float64),
             remaining_quantiles=np.ascontiguousarray(quantiles, np.float64),
-            chunk_tokens=np.ascontiguousarray(state.group_int[:, L.GI_CHUNK_MAX]),
+            chunk_tokens=chunk,
             residual=state.plain_residual,
             slow=state.plain_slow,
             limit_multiplier=self.options.limit_multiplier,

@@ -84,6 +84,7 @@ def _lose(cluster: ClusterProcess, fault: FaultEvent) -> Generator[Any, Any, Non
     yield cluster.env.timeout(fault.length_s)
     yield cluster.env.timeout(cluster.options.cold_start_s)
     cluster.settle()
+    cluster.telemetry.ranks.forget(g, -1 if whole else fault.rank_index)  # other hardware, or the same after a cold start
     if whole:
         health.group_losses -= 1
     else:

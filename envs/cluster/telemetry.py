@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
 from envs.cluster.group_set import DRAINING, GroupSet
-from envs.domain.snapshot import BoolArray, ClusterSnapshot, IntArray, Residents
+from envs.cluster.rank_telemetry import OPERATIONS, RankTelemetry
+from envs.decision import capability
+from envs.decision.class_experience import ClassExperience
+from envs.domain.plans import TpGroup
+from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray, Residents
+from envs.domain.specs import LinkSpec
 from envs.group_kernel import reading as R
 from envs.perf_model import step_time as ST
 
@@ -31,17 +37,37 @@ class ArrivalRate:
         return self._weight * math.exp((self._last_s - now_s) / self._time_constant_s) / self._time_constant_s
 
 
-class Telemetry:
-    """Builds snapshots; keeps the slow-moving columns (capability, balance inside groups) between control ticks."""
+@lru_cache(maxsize=1024)
+def _static_profile(group: TpGroup, alive: tuple[int, ...]) -> FloatArray:
+    """Standardised rates of the ranks `alive` of a group together, shape (5,)."""
+    ranks = [group.ranks[r] for r in alive]
+    rates = capability.static_rates([place.gpu for place in ranks], [_link_of(group)] * len(ranks))
+    found = capability.static_vector(capability.group_rates(rates)[None], capability.CATALOGUE_SCALE)[0]
+    found.setflags(write=False)
+    return found
 
-    def __init__(self, groups: GroupSet) -> None:
+
+def _link_of(group: TpGroup) -> LinkSpec:
+    """The slowest link between the group's ranks."""
+    return group.outer_link if len(group.domains) > 1 else group.inner_link
+
+
+class Telemetry:
+    """Builds snapshots; keeps what moves slowly (declared hardware, measured ratios) between control ticks and reports."""
+
+    def __init__(self, groups: GroupSet, rng: np.random.Generator) -> None:
         self._groups = groups
         count = len(groups.groups)
         self.rate_5s = ArrivalRate(5.0)
         self.rate_60s = ArrivalRate(60.0)
         self.usd_per_hour = np.array([sum(place.gpu.usd_per_hour for place in group.ranks) for group in groups.groups])
         self.capability = np.ones(count)
+        self.static_profile = np.zeros((count, len(capability.STATIC_FEATURES)))
         self.rank_busy = np.zeros((count, groups.ranks_max))
+        self.rank_ratio = np.zeros((count, groups.ranks_max))
+        self.ranks = RankTelemetry(groups, rng, groups.options.report_noise, groups.options.report_period_s)
+        self.class_experience = ClassExperience(count)
+        self._reference_s = np.zeros((count, groups.ranks_max, len(OPERATIONS)))  # declared times of a usual decode step
         self._ints = np.zeros((R.READ_INTS, count), np.int64)
         self._floats = np.zeros((R.READ_FLOATS, count))
         slots = groups.state.slot_int.shape[0] * groups.state.slot_int.shape[1]
@@ -56,26 +82,52 @@ class Telemetry:
         self.refresh_slow_columns()
 
     def refresh_slow_columns(self) -> None:
-        """Re-measure relative speed (declared hardware) and the ranks' busy shares (profiler); at control ticks."""
+        """Read the declared hardware again: relative speed, capability profile, a usual step's times; at control ticks."""
         groups = self._groups
-        steps_s = np.empty(len(groups.groups))
-        rank_busy = np.zeros_like(self.rank_busy)  # a new one, since snapshots hold the old one
-        for g in range(len(groups.groups)):
-            kv = REFERENCE_BATCH * REFERENCE_CONTEXT
-            declared = groups.rank_times_s(g, REFERENCE_BATCH, 0.0, kv, truth=False)
+        count = len(groups.groups)
+        steps_s = np.empty(count)
+        self._reference_s = np.zeros_like(self._reference_s)
+        self.static_profile = np.empty_like(self.static_profile)  # a new one, since snapshots hold the old one
+        for g in range(count):
+            declared = groups.declared_times_s(g, REFERENCE_BATCH, 0.0, REFERENCE_BATCH * REFERENCE_CONTEXT)
             steps_s[g] = declared.max(axis=0).sum() + groups.state.predicted_group_cost[g, ST.GC_COMM_ALPHA_S]
-            measured = groups.rank_times_s(g, REFERENCE_BATCH, 0.0, kv, truth=True)
-            barrier = measured.max(axis=0).sum()
-            rank_busy[g, : len(measured)] = measured.sum(axis=1) / max(barrier, 1e-12)
+            self._reference_s[g, : len(declared)] = declared
+            alive = tuple(np.flatnonzero(~groups.health[g].rank_is_lost).tolist())
+            self.static_profile[g] = _static_profile(groups.groups[g], alive or tuple(range(len(declared))))
         speed = 1.0 / steps_s
         self.capability = speed / speed.mean()
-        self.rank_busy = rank_busy
+        self._apply_ratios()
+
+    def _apply_ratios(self) -> None:
+        """What follows from the measured ratios: each rank's share of a usual step, and its slow-down over both operations."""
+        measured_s = self._reference_s * self.ranks.ratio
+        whole_s, declared_s = measured_s.sum(axis=2), self._reference_s.sum(axis=2)
+        barrier_s = measured_s.max(axis=1).sum(axis=1)
+        self.rank_busy = whole_s / np.maximum(barrier_s, 1e-12)[:, None]
+        ratio = np.ones_like(whole_s)
+        np.divide(whole_s, declared_s, out=ratio, where=declared_s > 0.0)
+        self.rank_ratio = ratio * self._groups.has_rank
+
+    def speed_factors(self, g: int) -> FloatArray:
+        """Measured speed over declared speed of each rank of group `g` as planners are told, shape (ranks,); 0 for a lost rank."""
+        groups = self._groups
+        ranks = len(groups.groups[g].ranks)
+        declared_s = groups.declared_times_s(g, REFERENCE_BATCH, 0.0, REFERENCE_BATCH * REFERENCE_CONTEXT)
+        ratio = self.ranks.published[g, :ranks]
+        whole_s, measured_s = declared_s.sum(axis=1), (declared_s * ratio).sum(axis=1)
+        factor = 1.0 / ratio.mean(axis=1)  # a rank that the plan leaves out has no times to weigh by
+        np.divide(whole_s, measured_s, out=factor, where=measured_s > 0.0)
+        factor[groups.health[g].rank_is_lost] = 0.0
+        return factor
 
     def advance_and_read(self, now_s: float) -> None:
         """Bring the kernel to `now_s` and read it; `snapshot` makes the view of it."""
         self._residents = R.advance_and_read(
             self._groups.state, now_s, self._ints, self._floats, self._offset, self._resident_ints, self._resident_floats
         )
+        if self.ranks.is_due(now_s):
+            self.ranks.sample(now_s)
+            self._apply_ratios()
 
     def snapshot(
         self, now_s: float, breaker_allows: BoolArray, breaker_state: IntArray, hold_queue: int, hold_limit: int
@@ -118,4 +170,8 @@ class Telemetry:
             hold_queue_limit=hold_limit,
             arrival_rate_5s=self.rate_5s.per_s(now_s),
             arrival_rate_60s=self.rate_60s.per_s(now_s),
+            static_profile=self.static_profile,
+            rank_ratio=self.rank_ratio,
+            correction_std=self.ranks.std,
+            class_ratio=self.class_experience.ratio,
         )

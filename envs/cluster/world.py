@@ -18,7 +18,8 @@ class WorldOptions:
 
     interference_sigma: spread of a hidden slow-down per group that wanders (log-normal, redrawn every
     interference_period_s); with use_residual_tables it makes the world differ structurally from the
-    schedulers' roofline. limit_multiplier scales the class limits (DESIGN section 8).
+    schedulers' roofline. limit_multiplier scales the class limits (DESIGN section 8). report_period_s, report_noise: how
+    often ranks report their step times, and the scatter (log-normal) of what they report.
 
     default_output_tokens: per class (order of SERVICE_CLASSES), the output that is set aside for a request whose row declares
     no limit: the door and the mask count it in place of the row's length, which nobody knows at arrival. It ends no answer: one
@@ -28,6 +29,8 @@ class WorldOptions:
     use_residual_tables: bool = True
     interference_sigma: float = 0.08
     interference_period_s: float = 20.0
+    report_period_s: float = 0.5
+    report_noise: float = 0.03
     chunk_tokens_max: int = 2048
     chunk_tokens_min: int = 256
     batch_min: int = 8

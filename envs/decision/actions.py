@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from envs.decision import predictor as P
+from envs.decision.capability import profile_and_affinity
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray
@@ -83,9 +84,31 @@ class DecisionPoint:
         hits = self.hits if self.hits is not None else np.zeros(self.view.groups, np.int64)
         return P.estimate_routes(self.view, request, hits, self.tables, self.packed)
 
+    def expected_s(self, group_index: int) -> tuple[float, float] | None:
+        """Predicted TTFT and TPOT in a group, s, if anybody has asked for estimates; None otherwise."""
+        estimates = self.__dict__.get("estimates")
+        if estimates is None:
+            return None
+        return float(estimates[group_index, P.E_TTFT_S]), float(estimates[group_index, P.E_TPOT_S])
+
     @cached_property
     def packed(self) -> tuple[IntArray, FloatArray]:
         return P.pack_groups(self.view)
+
+    @cached_property
+    def affinity(self) -> FloatArray:
+        """Cosine of every group's capability profile with what the request's class needs, shape (groups,)."""
+        return self._profile_and_affinity[1]
+
+    @cached_property
+    def profile(self) -> FloatArray:
+        """Capability profile of every group, static and dynamic, shape (groups, len(capability.FEATURES))."""
+        return self._profile_and_affinity[0]
+
+    @cached_property
+    def _profile_and_affinity(self) -> tuple[FloatArray, FloatArray]:
+        class_index = self.request.class_index if self.request is not None else 0
+        return profile_and_affinity(self.view, self.tables.needs[class_index])
 
     @cached_property
     def potential(self) -> float:

@@ -19,7 +19,7 @@ from envs.domain.commands import CommandKind
 from envs.domain.requests import SERVICE_CLASSES
 from envs.perf_model.compiled import inner_kernel, kernel
 
-OBSERVATION_VERSION = 2
+OBSERVATION_VERSION = 3
 BOUND = 10.0
 
 GROUP_FEATURES = (
@@ -38,6 +38,9 @@ GROUP_FEATURES = (
     "is_draining",
     "log_work_left_s",
     "utility_per_resident",
+    "log_slowest_rank",
+    "log_rank_spread",
+    "correction_std",
 )
 ROUTE_FEATURES = (
     "log_ttft_over_limit",
@@ -52,6 +55,12 @@ ROUTE_FEATURES = (
     "log_completion_over_best",
     "net_utility_below_best",
     "is_best_completion",
+    "log_baseline_ttft_over_limit",
+    "log_baseline_time_over_best",
+    "log_baseline_kv_over_free",
+    "profile_affinity",
+    "log_class_ttft_ratio",
+    "log_class_tpot_ratio",
 )
 MOVE_FEATURES = ("log_speedup", "log_price_s", "affected_log", "target_log_backlog_s", "utility_delta")
 FEATURES: tuple[str, ...] = (
@@ -116,8 +125,25 @@ def _deviation(busy):
     return 1.0 - total / max(1, ranks) / max(busiest, 1e-9)
 
 
+@inner_kernel
+def _rank_extremes(ratio):
+    """Largest and smallest measured / declared time over the ranks there are (absent ones are 0); 1 and 1 for none."""
+    slowest = 0.0
+    fastest = math.inf
+    for value in ratio:
+        if value > 0.0:
+            slowest = max(slowest, value)
+            fastest = min(fastest, value)
+    if slowest == 0.0:
+        return 1.0, 1.0
+    return slowest, fastest
+
+
 @kernel
-def _group_rows(ints, floats, capability, breaker_state, report_age_s, rank_busy, is_up, is_draining, estimates, tightest_s, out):
+def _group_rows(
+    ints, floats, capability, breaker_state, report_age_s, rank_busy, rank_ratio, correction_std, is_up, is_draining, estimates,
+    tightest_s, out,
+):  # fmt: skip
     """Group features of every group into `out` (G, GROUP_FEATURES)."""
     for g in range(ints.shape[0]):
         row = out[g]
@@ -137,13 +163,21 @@ def _group_rows(ints, floats, capability, breaker_state, report_age_s, rank_busy
         row[12] = is_draining[g]
         row[13] = math.log1p(estimates[g, P.E_WORK_LEFT_S])
         row[14] = estimates[g, P.E_UTILITY] / max(1, everyone)
+        slowest, fastest = _rank_extremes(rank_ratio[g])
+        row[15] = math.log(slowest)
+        row[16] = math.log(slowest / fastest)
+        row[17] = correction_std[g]
 
 
 @kernel
-def _route_rows(estimates, hits, prompt, allowed, out):
+def _route_rows(estimates, hits, prompt, allowed, ints, floats, base_ttft_s, base_time_s, base_kv, limit_s, affinity, ratio, out):
     """Route features of every group, after its group features in `out`; comparisons are with the best allowed group.
-    Returns the best net utility."""
-    best_ttft = best_completion = math.inf
+
+    base_ttft_s, base_time_s (groups,): what a typical request of the class costs each group alone, before the group's
+    correction; base_kv: its KV blocks; limit_s: TTFT limit of such a request; ratio (groups, 2): observed / predicted of its class.
+    Returns the best net utility.
+    """
+    best_ttft = best_completion = best_base = math.inf
     best_net = -math.inf
     best_index = -1
     for g in range(estimates.shape[0]):
@@ -153,6 +187,7 @@ def _route_rows(estimates, hits, prompt, allowed, out):
                 best_completion = estimates[g, P.E_COMPLETION_S]
                 best_index = g
             best_net = max(best_net, estimates[g, P.E_OWN] + estimates[g, P.E_HARM])
+            best_base = min(best_base, base_time_s[g] * floats[g, 2])
     for g in range(estimates.shape[0]):
         row = out[g, len(GROUP_FEATURES) :]
         net = estimates[g, P.E_OWN] + estimates[g, P.E_HARM]
@@ -169,6 +204,12 @@ def _route_rows(estimates, hits, prompt, allowed, out):
             row[9] = _log(estimates[g, P.E_COMPLETION_S] / max(best_completion, 1e-6), 1e-4)
             row[10] = net - best_net
             row[11] = 1.0 if g == best_index else 0.0
+            row[13] = _log(base_time_s[g] * floats[g, 2] / max(best_base, 1e-6), 1e-4)
+        row[12] = _log(base_ttft_s[g] * floats[g, 2] / limit_s, 1e-4)
+        row[14] = _log(base_kv / max(1, ints[g, 2]), 1e-4)
+        row[15] = affinity[g]
+        row[16] = math.log(ratio[g, 0])
+        row[17] = math.log(ratio[g, 1])
     return best_net if best_index >= 0 else 0.0
 
 
@@ -226,12 +267,20 @@ def _feature_rows(point: DecisionPoint) -> tuple[npt.NDArray[np.float64], float]
     ints, floats = point.packed
     both = np.zeros((view.groups, len(GROUP_FEATURES) + len(ROUTE_FEATURES)))
     _group_rows(
-        ints, floats, view.capability, view.breaker_state, view.report_age_s, view.rank_busy_fraction, view.is_up, view.is_draining,
-        point.estimates, point.tightest_tpot_s, both,
+        ints, floats, view.capability, view.breaker_state, view.report_age_s, view.rank_busy_fraction, view.rank_ratio,
+        view.correction_std, view.is_up, view.is_draining, point.estimates, point.tightest_tpot_s, both,
     )  # fmt: skip
     best_net = 0.0
     if point.request is not None:
-        best_net = _route_rows(point.estimates, point.hits, point.request.prompt_tokens, point.allowed_groups, both)
+        request, baseline = point.request, point.tables.baseline
+        index = request.class_index
+        prompt = float(baseline.prompt_tokens[index])
+        kv_blocks = (prompt + float(baseline.output_tokens[index])) / view.kv_block_tokens
+        limit_s = request.service.ttft_limit_s(prompt) * point.tables.limit_multiplier
+        best_net = _route_rows(
+            point.estimates, point.hits, request.prompt_tokens, point.allowed_groups, ints, floats, baseline.ttft_s[index],
+            baseline.time_s[index], kv_blocks, limit_s, point.affinity, view.class_ratio[:, index], both,
+        )  # fmt: skip
     return both, best_net
 
 

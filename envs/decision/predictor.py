@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from envs.decision.request_classes import ClassBaseline, class_baseline
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import ClusterSnapshot, FloatArray, IntArray
 from envs.perf_model.compiled import ZERO, inner_kernel, kernel
@@ -44,7 +45,9 @@ class PredictorTables:
     """What the predictor knows beside the snapshot. rank_cost (G, 2, R, RANK_COLUMNS), group_cost (G, GROUP_COLUMNS);
     plan (G,) plan slot in force; remaining_tokens (classes, REMAINING_BINS) expected further tokens given those made, and
     remaining_quantiles (classes, REMAINING_BINS, QUANTILES) their quantiles;
-    chunk_tokens (G,) largest prefill chunk; limit_multiplier scales the class limits; head_start_s per priority level."""
+    chunk_tokens (G,) largest prefill chunk; baseline: what a typical request of each class costs each group alone;
+    needs (classes, capability.FEATURES): what it asks of a group; limit_multiplier scales the class limits;
+    head_start_s per priority level."""
 
     rank_cost: FloatArray
     group_cost: FloatArray
@@ -54,6 +57,8 @@ class PredictorTables:
     chunk_tokens: IntArray
     residual: FloatArray
     slow: FloatArray
+    baseline: ClassBaseline
+    needs: FloatArray
     limit_multiplier: float = 1.0
     head_start_s: float = 2.0
 
@@ -313,3 +318,34 @@ def estimate_routes(
         out,
     )
     return out
+
+
+@kernel
+def _alone(prompt, output, rank_cost, group_cost, residual, slow, plan, chunk, rate, step_s):
+    """Prefill rate (classes, G) and decode step (classes, G) of one request alone in each group."""
+    for c in range(prompt.shape[0]):
+        for g in range(plan.shape[0]):
+            width = min(prompt[c], chunk[g])
+            costs = (rank_cost, group_cost, residual, slow)
+            rate[c, g] = width / _step_s(g, plan[g], width, 0.5 * prompt[c] * width, 0, 1, *costs)
+            step_s[c, g] = _step_s(g, plan[g], 1, 0.0, prompt[c] + output[c] // 2, 1, *costs)
+
+
+def baselines(
+    prompt_tokens: FloatArray,
+    output_tokens: FloatArray,
+    rank_cost: FloatArray,
+    group_cost: FloatArray,
+    residual: FloatArray,
+    slow: FloatArray,
+    plan: IntArray,
+    chunk_tokens: IntArray,
+    kv_bytes_per_token: FloatArray,
+) -> ClassBaseline:
+    """What a typical request of each class (prompt_tokens, output_tokens, shape (classes,), >= 1) costs each group that does
+    nothing else, by the schedulers' model; kv_bytes_per_token (groups,). The rest as in `PredictorTables`."""
+    classes, groups = len(prompt_tokens), len(plan)
+    rate, step_s = np.empty((classes, groups)), np.empty((classes, groups))
+    typical = np.maximum(1, np.rint(np.stack([prompt_tokens, output_tokens]))).astype(np.int64)
+    _alone(typical[0], typical[1], rank_cost, group_cost, residual, slow, plan, chunk_tokens, rate, step_s)
+    return class_baseline(typical[0], typical[1], rate, step_s, kv_bytes_per_token)

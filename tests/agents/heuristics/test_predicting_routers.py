@@ -112,7 +112,7 @@ def test_matching_score_prefers_room_and_speed():
 
 def test_matching_sub_scores_by_hand():
     """400 + 100 of 16,000 KV tokens: headroom 1 - 500/16,000. No communication: 1. One rank: balance 1.
-    Prediction: TTFT about 40 ms of 1.16 s, TPOT 10 of 100 ms: latency 1 / 1.1."""
+    Prediction: TTFT about 40 ms of 1.16 s, TPOT 10 of 100 ms: latency 1 / 1.1. Equal groups have no affinity: compute fit 3/4."""
     scores = sub_scores(route_point(view_of(2)))
-    assert scores[0] == pytest.approx([1.0, 1 - 500 / 16_000, 1.0, 1 / 1.1, 1.0], rel=1e-3)
+    assert scores[0] == pytest.approx([0.75, 1 - 500 / 16_000, 1.0, 1 / 1.1, 1.0], rel=1e-3)
     assert np.array_equal(scores[0], scores[1])
