@@ -59,7 +59,7 @@ class RankTelemetry:
         self._rng = rng
         self._noise = noise
         self._period_s = period_s
-        self._last_s = 0.0
+        self._last_s = float(groups.state.group_float[:, L.GF_CLOCK_S].max(initial=0.0))  # the kernel stands where the trace begins
         shape = (len(groups.groups), groups.ranks_max, len(OPERATIONS))
         self._state = OC.initial(shape, SETTINGS)
         self._predicted_s, self._observed_s = np.zeros(shape), np.zeros(shape)
