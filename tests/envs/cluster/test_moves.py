@@ -388,22 +388,23 @@ def offered(process, kind: CommandKind, group_index: int) -> bool:
 
 
 def test_restore_is_offered_only_after_the_stay_that_a_fall_back_lasts():
-    """The pair falls back from a rank that is 8 times too slow. That rank works no more, so nothing shows that it is still slow:
-    without a stay it would be taken back at once, found slow, left again. Offered 5 s after the fall-back, not before."""
-    slow = FaultEvent(FaultKind.SLOW_MEMORY, 1.0, 500.0, W.PAIR, 1, size=8.0)
-    stage = Stage(W.trace(np.arange(80) * 0.2, 100, 20), RouteTo(W.SOLO), faults=(slow,), fall_back_stay_s=5.0)
+    """The pair falls back from a rank that is 4 times too slow. That rank works no more, so nothing shows that it is still slow;
+    what was measured of it fades, and after half a minute alone it would pass for well. Offered 60 s after the fall-back, not before."""
+    slow = FaultEvent(FaultKind.SLOW_MEMORY, 1.0, 500.0, W.PAIR, 1, size=4.0)
+    stage = Stage(W.trace(np.arange(140) * 0.5, 100, 150), RouteTo(W.PAIR), faults=(slow,), fall_back_stay_s=60.0)
     process = stage.process
-    stage.to(0.5)
+    stage.to(0.9)
     assert not offered(process, CommandKind.FALL_BACK, W.PAIR)
-    stage.to(3.0)
+    stage.to(4.0)
     assert offered(process, CommandKind.FALL_BACK, W.PAIR) and not offered(process, CommandKind.RESTORE, W.PAIR)
     fell_back_s = process.env.now
     stage.order(CommandKind.FALL_BACK, W.PAIR)
     assert process.groups.plans[W.PAIR].query_heads[1] == 0
-    for until_s in (3.4, 5.0, fell_back_s + 4.7):
+    for until_s in (4.4, 20.0, fell_back_s + 59.7):
         stage.to(until_s)
         assert not offered(process, CommandKind.RESTORE, W.PAIR)
-    stage.to(fell_back_s + 5.01)
+    assert process.telemetry.speed_factors(W.PAIR)[1] > 0.5  # only the stay holds it back
+    stage.to(fell_back_s + 60.01)
     assert offered(process, CommandKind.RESTORE, W.PAIR)
     stage.order(CommandKind.RESTORE, W.PAIR)
     assert min(process.groups.plans[W.PAIR].query_heads) > 0
