@@ -400,7 +400,7 @@ def test_restore_is_offered_only_after_the_stay_that_a_fall_back_lasts():
     fell_back_s = process.env.now
     stage.order(CommandKind.FALL_BACK, W.PAIR)
     assert process.groups.plans[W.PAIR].query_heads[1] == 0
-    for until_s in (4.4, 20.0, fell_back_s + 59.7):
+    for until_s in (4.4, 20.0, fell_back_s + 59.2):
         stage.to(until_s)
         assert not offered(process, CommandKind.RESTORE, W.PAIR)
     assert process.telemetry.speed_factors(W.PAIR)[1] > 0.5  # only the stay holds it back
