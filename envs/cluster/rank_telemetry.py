@@ -110,27 +110,27 @@ class RankTelemetry:
         self._noise = groups.options.report_noise
         self._period_s = groups.options.report_period_s
         self._last_s = 0.0
+        self.due_s = self._period_s
         shape = (len(groups.groups), groups.ranks_max, len(OPERATIONS))
         self._state = OC.initial(shape, SETTINGS)
         state = self._state
         self._flat = tuple(array.reshape(-1) for array in (state.log_ratio, state.variance, state.samples, state.surprises))
         self._times = np.zeros((2, *shape[1:]))
-        self._reference_s = np.zeros(shape)
+        self.reference_s = np.zeros(shape)
         self._published_log = np.zeros(shape)
         self.ratio = np.ones(shape)
         self.std, self.rank_ratio, self.rank_busy = np.zeros(shape[0]), np.zeros(shape[:2]), np.zeros(shape[:2])
 
     def refer_to(self, reference_s: FloatArray) -> None:
         """Weigh operations by these declared times of a usual step, shape (groups, ranks, 2)."""
-        self._reference_s = reference_s
+        self.reference_s = reference_s
         self._publish()
 
     def report(self, now_s: float) -> None:
-        """Take in what the ranks measured, if a report is due; the kernel stands at `now_s`."""
+        """Take in what the ranks measured since the last report; the kernel stands at `now_s`, which is `due_s` or later."""
         elapsed_s = now_s - self._last_s
-        if elapsed_s < self._period_s:
-            return
         self._last_s = now_s
+        self.due_s = now_s + self._period_s
         scatter = np.exp(self._noise * self._rng.standard_normal(self.ratio.shape))
         fade = math.exp(-elapsed_s / FADE_S)
         groups = self._groups
@@ -140,7 +140,7 @@ class RankTelemetry:
     def _publish(self) -> None:
         self.std, self.rank_ratio, self.rank_busy = (np.empty_like(a) for a in (self.std, self.rank_ratio, self.rank_busy))
         _publish(
-            *self._flat[:2], self._groups.has_rank, self._reference_s, self._published_log,
+            *self._flat[:2], self._groups.has_rank, self.reference_s, self._published_log,
             self.ratio, self.std, self.rank_ratio, self.rank_busy,
         )  # fmt: skip
         self._groups.correct_costs(self.ratio)

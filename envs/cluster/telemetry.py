@@ -15,7 +15,6 @@ from envs.domain.plans import TpGroup
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray, Residents
 from envs.domain.specs import LinkSpec
 from envs.group_kernel import reading as R
-from envs.perf_model import step_time as ST
 
 REFERENCE_BATCH = 16
 REFERENCE_CONTEXT = 1024
@@ -82,15 +81,12 @@ class Telemetry:
         """Read the declared hardware again: relative speed, capability profile, a usual step's times; at control ticks."""
         groups = self._groups
         count = len(groups.groups)
-        steps_s = np.empty(count)
-        reference_s = np.zeros((count, groups.ranks_max, len(OPERATIONS)))
+        reference_s, steps_s = np.zeros((count, groups.ranks_max, len(OPERATIONS))), np.empty(count)
+        groups.reference_times(REFERENCE_BATCH, REFERENCE_BATCH * REFERENCE_CONTEXT, reference_s, steps_s)
         self.static_profile = np.empty_like(self.static_profile)  # a new one, since snapshots hold the old one
         for g in range(count):
-            declared = groups.declared_times_s(g, REFERENCE_BATCH, 0.0, REFERENCE_BATCH * REFERENCE_CONTEXT)
-            steps_s[g] = declared.max(axis=0).sum() + groups.state.predicted_group_cost[g, ST.GC_COMM_ALPHA_S]
-            reference_s[g, : len(declared)] = declared
             alive = tuple(np.flatnonzero(~groups.health[g].rank_is_lost).tolist())
-            self.static_profile[g] = _static_profile(groups.groups[g], alive or tuple(range(len(declared))))
+            self.static_profile[g] = _static_profile(groups.groups[g], alive or tuple(range(len(groups.groups[g].ranks))))
         speed = 1.0 / steps_s
         self.capability = speed / speed.mean()
         self.ranks.refer_to(reference_s)
@@ -99,7 +95,7 @@ class Telemetry:
         """Measured speed over declared speed of each rank of group `g` as planners are told, shape (ranks,); 0 for a lost rank."""
         groups = self._groups
         ranks = len(groups.groups[g].ranks)
-        declared_s = groups.declared_times_s(g, REFERENCE_BATCH, 0.0, REFERENCE_BATCH * REFERENCE_CONTEXT)
+        declared_s = self.ranks.reference_s[g, :ranks]
         ratio = self.ranks.published[g, :ranks]
         whole_s, measured_s = declared_s.sum(axis=1), (declared_s * ratio).sum(axis=1)
         factor = 1.0 / ratio.mean(axis=1)  # a rank that the plan leaves out has no times to weigh by
@@ -112,7 +108,8 @@ class Telemetry:
         self._residents = R.advance_and_read(
             self._groups.state, now_s, self._ints, self._floats, self._offset, self._resident_ints, self._resident_floats
         )
-        self.ranks.report(now_s)
+        if now_s >= self.ranks.due_s:
+            self.ranks.report(now_s)
 
     def snapshot(
         self, now_s: float, breaker_allows: BoolArray, breaker_state: IntArray, hold_queue: int, hold_limit: int

@@ -229,7 +229,8 @@ def _cosines(profile, rates, need, square, out):
 
 
 @kernel
-def _profile_and_cosines(static, waiting, free, total, rank_ratio, need, profile, square, out):
+def profiles_and_cosines(static, waiting, free, total, rank_ratio, need, profile, square, out):
+    """`profile_and_affinity` on arrays, for compiled callers; `square` and `out` (groups,) hold zeros."""
     _fill_profile(static, waiting, free, total, rank_ratio, profile)
     _cosines(profile, static.shape[1], need, square, out)
 
@@ -242,7 +243,7 @@ def profile_and_affinity(view: ClusterSnapshot, need: FloatArray) -> tuple[Float
     """
     profile = np.empty((view.groups, len(FEATURES)))
     work = np.zeros((2, view.groups))
-    _profile_and_cosines(
+    profiles_and_cosines(
         view.static_profile, view.waiting, view.kv_blocks_free, view.kv_blocks_total, view.rank_ratio, need, profile, work[0], work[1]
     )
     return profile, work[1]
