@@ -219,9 +219,7 @@ class ClusterProcess:
             if expected_s is not None:
                 ttft_s = times[L.RF_FIRST_S] - times[L.RF_ARRIVAL_S]
                 tpot_s = (times[L.RF_FINISH_S] - times[L.RF_FIRST_S]) / max(1, ints[L.RI_GENERATED] - 1)
-                self.telemetry.class_experience.observe(
-                    times[L.RF_FINISH_S], group_index, ints[L.RI_CLASS], expected_s, (ttft_s, tpot_s)
-                )
+                self.telemetry.class_experience.observe(times[L.RF_FINISH_S], group_index, ints[L.RI_CLASS], expected_s, (ttft_s, tpot_s))
             self._completions += 1
             self.lengths.observe(ints[L.RI_CLASS], ints[L.RI_GENERATED])
             self.breakers.breakers[group_index].record(Outcome.OK, began_s=began_s, lease=lease)

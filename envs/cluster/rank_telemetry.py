@@ -61,9 +61,7 @@ def _follow_ranks(state, declared, scatter, elapsed_s, fade, log_ratio, variance
             for k in range(2):
                 i = (g * ranks + r) * 2 + k
                 said = predicted[r, k] if works else 0.0
-                OC.follow_one(
-                    i, log_ratio, variance, samples, surprises, said, observed[r, k] * scatter[g, r, k], elapsed_s, *settings
-                )
+                OC.follow_one(i, log_ratio, variance, samples, surprises, said, observed[r, k] * scatter[g, r, k], elapsed_s, *settings)
                 if is_busy and not works:
                     log_ratio[i] *= fade
 

@@ -40,13 +40,13 @@ class ArrivalRate:
 def _static_profile(group: TpGroup, alive: tuple[int, ...]) -> FloatArray:
     """Standardised rates of the ranks `alive` of a group together, shape (5,)."""
     ranks = [group.ranks[r] for r in alive]
-    rates = capability.static_rates([place.gpu for place in ranks], [_link_of(group)] * len(ranks))
+    rates = capability.static_rates([place.gpu for place in ranks], [link_of(group)] * len(ranks))
     found = capability.static_vector(capability.group_rates(rates)[None], capability.CATALOGUE_SCALE)[0]
     found.setflags(write=False)
     return found
 
 
-def _link_of(group: TpGroup) -> LinkSpec:
+def link_of(group: TpGroup) -> LinkSpec:
     """The slowest link between the group's ranks."""
     return group.outer_link if len(group.domains) > 1 else group.inner_link
 

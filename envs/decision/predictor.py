@@ -152,9 +152,7 @@ def _residents(now_s, first, last, ints, floats, limits, table, step_s, step_aft
         ahead_s += ints[i, 4] / rate
         behind_s = 0.0 if ints[i, 5] == 1 or floats[i, 2] <= key else own_s
         redo_s = ahead_s if ints[i, 4] > 0 else 0.0  # it must recompute first
-        before += _resident_utility(
-            now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_s, 0.0, ahead_s, redo_s
-        )
+        before += _resident_utility(now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_s, 0.0, ahead_s, redo_s)
         after += _resident_utility(
             now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_after_s, own_s, ahead_s + behind_s, redo_s
         )

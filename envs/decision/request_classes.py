@@ -17,6 +17,7 @@ from envs.domain.requests import CLASS_INDEX, LABEL_ALIASES, SERVICE_CLASSES, cl
 from envs.domain.snapshot import FloatArray
 from envs.domain.suggestions import unknown_name
 
+
 @dataclass(frozen=True, slots=True)
 class ClassFeatures:
     """What tells one class from another. Probabilities and lognormals (natural logarithm).
@@ -213,4 +214,4 @@ class TypicalPrompts:
 
     def tokens(self) -> FloatArray:
         """Geometric mean of the prompt lengths of each class, shape (classes,), >= 1."""
-        return np.exp(np.array(self._log_mean))
+        return np.asarray(np.exp(np.array(self._log_mean)), dtype=np.float64)
