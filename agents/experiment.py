@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from agents import heuristics
+from agents.capability_table import capability_rows
 from agents.checkpoints import replace_file
 from agents.cross_entropy import tune_linear_score
 from agents.evaluation import Contestant, WorldRunner, load_one
@@ -282,6 +283,7 @@ class Experiment:
             learned=tuple(name for name in policies if name.startswith("ppo")),
             learning_curve=self._learning_curve(),
             notes=tuple(self._notes()),
+            capability=capability_rows(self.sampler.clusters, self.trace, policies[self._route_name()]),
             provenance=provenance(self.config.model_dump(), self.config.seed),
             validation=self.best.scores,
             counterparts=self._counterparts(policies),

@@ -17,6 +17,7 @@ import numpy as np
 
 from agents.checkpoints import replace_file
 from agents.statistics import Interval, bootstrap_interval, iqm_difference, mean_difference, probability_of_improvement
+from envs.decision.capability import FEATURES, STATIC_FEATURES
 
 WorldSummary = Mapping[str, Any]
 """One policy in one world: {"goodput": float, "per_class": {name: {"goodput": float | None, "count": int}},
@@ -37,6 +38,7 @@ class EvaluationResults:
     `best_heuristic` was chosen on validation worlds, before these; `validation`: goodput there, by heuristic.
     `counterparts`: learned policy -> the best heuristic that answers the same kinds of decision (default: `best_heuristic`).
     `learning_curve`: rows with `decisions` and a score. `command`: what makes these results again. `is_shortened`: a look, not a result.
+    `capability`: profiles of devices and groups, rows of `agents.capability_table`.
     """
 
     trace_name: str
@@ -48,6 +50,7 @@ class EvaluationResults:
     learning_curve: tuple[dict[str, float], ...] = ()
     score_name: str = "validation goodput"
     notes: tuple[str, ...] = ()
+    capability: tuple[dict[str, Any], ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
     counterparts: dict[str, str] = field(default_factory=dict)
@@ -79,7 +82,7 @@ class EvaluationResults:
         known = {entry.name for entry in fields(cls)}
         if not isinstance(values, dict) or set(values) - known:
             raise ValueError(f"evaluation results must be an object of {', '.join(sorted(known))}")
-        for name in ("world_names", "learned", "learning_curve", "notes"):
+        for name in ("world_names", "learned", "learning_curve", "notes", "capability"):
             values[name] = tuple(values.get(name, ()))
         values["policies"] = {name: tuple(worlds) for name, worlds in values.get("policies", {}).items()}
         try:
@@ -322,6 +325,12 @@ def _page(results: EvaluationResults, rows: Sequence[PolicyRow], compared: Seque
         _comparison_table(compared),
         *(f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>" for caption, svg in figures),
     ]
+    if results.capability:
+        body += [
+            "<h2>Devices and groups</h2>",
+            _capability_table(results.capability),
+            f'<p class="note">{html.escape(CAPABILITY_NOTE)}</p>',
+        ]
     if results.provenance:
         text = html.escape(json.dumps(results.provenance, indent=1, default=str))
         body.append(f"<details><summary>Where this came from</summary><pre>{text}</pre></details>")
@@ -356,5 +365,35 @@ def _comparison_table(compared: Sequence[Comparison]) -> str:
             ),
         )
         for row in compared
+    ]
+    return _html_table(header, lines)
+
+
+CAPABILITY_NOTE = (
+    "Capability profile: rates in logs, standardised over the catalogue (0 is its geometric mean, +1 one spread above); a group's "
+    "rates are its ranks' together, its link the slowest. step_time: measured steps of the slowest rank against the declared "
+    "ones, mean over the test worlds (+1 is 25 % slower). Ranks: by what prefill (compute) and decode (bandwidth) are bound by. "
+    "suits: cosine of the group with what the class's median request needs, both relative to the cluster's and the classes' mean."
+)
+
+
+def _capability_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Profiles of devices and groups: static features and measured steps, two rankings, affinities."""
+    classes = sorted({name for row in rows for name in row["affinity"]})
+    shown = [(index, name) for index, name in enumerate(FEATURES) if name in STATIC_FEATURES or name == "step_time"]
+    header = ["", "cluster", *(name for _, name in shown), "prefill rank", "decode rank", *(f"suits {name}" for name in classes)]
+    lines = [
+        (
+            "",
+            (
+                f"{row['kind']} {row['name']}",
+                row["cluster"],
+                *(f"{row['vector'][index]:+.2f}" for index, _ in shown),
+                str(row["prefill_rank"]),
+                str(row["decode_rank"]),
+                *("–" if name not in row["affinity"] else f"{row['affinity'][name]:+.2f}" for name in classes),
+            ),
+        )
+        for row in rows
     ]
     return _html_table(header, lines)

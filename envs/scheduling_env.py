@@ -237,6 +237,7 @@ def world_summary(cluster: ClusterProcess) -> dict[str, Any]:
     found["split"] = {"moves": counts["set_split"], "pause_s": cluster.moves.pause_s}
     found["rebalance"] = {name: n for name, n in counts.items() if name not in ("route", "hold", "refuse", "keep", "set_split")}
     found["illegal_actions"] = cluster.illegal_actions
+    found["slowest_rank_ratio"] = cluster.telemetry.ranks.rank_ratio.max(axis=1).tolist()
     return found
 
 

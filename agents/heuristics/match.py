@@ -34,9 +34,8 @@ def sub_scores(point: DecisionPoint) -> FloatArray:
     assert request is not None
     limits = P.class_limits(tables.limit_multiplier)[request.class_index]
     ttft_limit_s = limits[0] + limits[1] * request.prompt_tokens
-    index, baseline = request.class_index, tables.baseline
-    seen = view.class_ratio[:, index]
-    typical_limit_s = limits[0] + limits[1] * baseline.prompt_tokens[index]
+    baseline = tables.baseline[request.class_index] * view.correction[:, None]
+    seen = view.class_ratio[:, request.class_index]
     everyone = view.running + view.waiting + 1
     comm_s = tables.group_cost[:, GC_COMM_ALPHA_S] + tables.group_cost[:, GC_COMM_TOKEN_S] * everyone
     wanted_rate = (view.prefill_backlog_tokens + request.prompt_tokens) / ttft_limit_s
@@ -51,7 +50,7 @@ def sub_scores(point: DecisionPoint) -> FloatArray:
         rank_busy_fraction=view.rank_busy_fraction,
         compute_ratio=estimates[:, P.E_PREFILL_RATE] / wanted_rate,
         rank_is_present=tables.rank_cost[:, 0].any(axis=2),
-        baseline_ttft_ratio=baseline.ttft_s[index] * view.correction / typical_limit_s,
-        baseline_tpot_ratio=baseline.step_s[index] * view.correction / limits[2],
+        baseline_ttft_ratio=baseline[:, P.B_TTFT_RATIO],
+        baseline_tpot_ratio=baseline[:, P.B_TPOT_RATIO],
         profile_affinity=point.affinity,
     )

@@ -34,7 +34,7 @@ from envs.decision.request_classes import TypicalPrompts
 from envs.decision.retry_budget import RetryBudget
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, Request
-from envs.domain.snapshot import BoolArray, IntArray
+from envs.domain.snapshot import BoolArray, FloatArray, IntArray
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
 from envs.group_kernel.advance import cut_jump, join, next_event_s
@@ -42,6 +42,7 @@ from envs.group_kernel.queue import enqueue_row, take_out
 from envs.traces.trace_table import TraceTable
 
 TABLE_REFRESH_COMPLETIONS = 64  # the predictor's length table is rebuilt this often
+TYPICAL_REFRESH_COMPLETIONS = 512  # what a typical request is and costs, at first after 64, 128, 256: it changes ever less
 
 
 @dataclass(slots=True)
@@ -96,6 +97,9 @@ class ClusterProcess:
         self.lengths = LengthEstimator()
         self.prompts = TypicalPrompts()
         self._limits = P.class_limits(world.options.limit_multiplier)
+        self._completions = 0
+        self._typical_due = TABLE_REFRESH_COMPLETIONS
+        self._typical = self._make_typical(np.array([self.lengths.mean(c) for c in range(len(SERVICE_CLASSES))]))
         self.tables = self._make_tables()
         self.moves = Moves(self)
         self.ended_requests: list[int] = []  # in order of booking; the environment drains it to pay rewards
@@ -111,7 +115,6 @@ class ClusterProcess:
         self._hold_alarm = self.env.event()  # rung when a group's next event may have moved forward
         self._next_arrival = 0
         self._done = False
-        self._completions = 0
         self._table_due = TABLE_REFRESH_COMPLETIONS
         self._hits = np.zeros(len(self.groups.groups), np.int64)
         self._tokens_max = tokens_max(self.trace, world.options.default_output_tokens)
@@ -228,9 +231,7 @@ class ClusterProcess:
             if expected_s is not None:
                 ttft_s = times[L.RF_FIRST_S] - times[L.RF_ARRIVAL_S]
                 tpot_s = (times[L.RF_FINISH_S] - times[L.RF_FIRST_S]) / max(1, ints[L.RI_GENERATED] - 1)
-                self.telemetry.class_experience.observe(
-                    times[L.RF_FINISH_S], group_index, ints[L.RI_CLASS], expected_s, (ttft_s, tpot_s)
-                )
+                self.telemetry.class_experience.observe(times[L.RF_FINISH_S], group_index, ints[L.RI_CLASS], expected_s, (ttft_s, tpot_s))
             self._completions += 1
             self.lengths.observe(ints[L.RI_CLASS], ints[L.RI_GENERATED])
             self.breakers.breakers[group_index].record(Outcome.OK, began_s=began_s, lease=lease)
@@ -470,23 +471,31 @@ class ClusterProcess:
         )
         remaining = self.lengths.expected_remaining(classes[..., 0], made[..., 0])
         quantiles = self.lengths.sample_remaining(classes, made, middle)
-        prompts, outputs = self.prompts.tokens(), np.ascontiguousarray(remaining[:, 0], np.float64)
-        model = (state.predicted_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow)
-        plan, chunk = state.group_int[:, L.GI_PLAN], np.ascontiguousarray(state.group_int[:, L.GI_CHUNK_MAX])
-        kv_bytes = np.full(len(plan), self.world.cluster.model.kv_bytes_per_token)
+        if self._completions >= self._typical_due:
+            self._typical_due = min(2 * self._typical_due, self._typical_due + TYPICAL_REFRESH_COMPLETIONS)
+            self._typical = self._make_typical(np.ascontiguousarray(remaining[:, 0], np.float64))
         return P.PredictorTables(
             rank_cost=state.predicted_rank_cost,
             group_cost=state.predicted_group_cost,
-            plan=plan,
-            baseline=P.baselines(prompts, outputs, *model, plan, chunk, kv_bytes),
-            needs=capability.class_needs(
-                self.world.cluster.model, prompts, outputs, self._limits[:, 0] + self._limits[:, 1] * prompts, self._limits[:, 2]
-            ),
+            plan=state.group_int[:, L.GI_PLAN],
+            baseline=self._typical[0],
+            needs=self._typical[1],
             remaining_tokens=np.ascontiguousarray(remaining, np.float64),
             remaining_quantiles=np.ascontiguousarray(quantiles, np.float64),
-            chunk_tokens=chunk,
+            chunk_tokens=np.ascontiguousarray(state.group_int[:, L.GI_CHUNK_MAX]),
             residual=state.plain_residual,
             slow=state.plain_slow,
             limit_multiplier=self.options.limit_multiplier,
             head_start_s=self.options.head_start_s,
         )
+
+    def _make_typical(self, outputs: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Baseline table and needs of a typical request of each class, whose answer has `outputs` tokens, shape (classes,)."""
+        state, model, prompts = self.state, self.world.cluster.model, self.prompts.tokens()
+        baseline = P.baselines(
+            prompts, outputs, state.predicted_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow,
+            state.group_int[:, L.GI_PLAN], np.ascontiguousarray(state.group_int[:, L.GI_CHUNK_MAX]), model.kv_bytes_per_token,
+        )  # fmt: skip
+        ttft_limit_s = self._limits[:, 0] + self._limits[:, 1] * prompts
+        needs = capability.class_needs(model, prompts, outputs, ttft_limit_s, self._limits[:, 2])
+        return P.baseline_table(baseline, self.options.limit_multiplier), needs

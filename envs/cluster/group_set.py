@@ -127,6 +127,17 @@ def _correct_costs(declared, ratio, out):
                     out[g, slot, r, column] = declared[g, slot, r, column] * ratio[g, r, 1 if is_mlp else 0]
 
 
+@kernel
+def _reference_times(declared, group_cost, residual, slow, plan, batch, kv, out, steps_s):
+    for g in range(out.shape[0]):
+        ST.rank_times(g, declared, group_cost, residual, slow, plan[g], batch, 0.0, kv, out[g])
+        attention_s = mlp_s = 0.0
+        for r in range(out.shape[1]):
+            attention_s = max(attention_s, out[g, r, 0])
+            mlp_s = max(mlp_s, out[g, r, 1])
+        steps_s[g] = attention_s + mlp_s + group_cost[g, ST.GC_COMM_ALPHA_S]
+
+
 class GroupSet:
     """Kernel state of every group of a cluster, built from specs; changes of plan, speed and health go through here."""
 
@@ -260,13 +271,11 @@ class GroupSet:
         self.rank_ratio[:] = ratio
         _correct_costs(self.declared_rank_cost, self.rank_ratio, self.state.predicted_rank_cost)
 
-    def declared_times_s(self, g: int, tokens: int, pairs: float, kv: int) -> FloatArray:
-        """Attention and MLP seconds per rank, (ranks, 2), of a step of the declared hardware under the plan in force."""
+    def reference_times(self, batch: int, kv: int, out: FloatArray, steps_s: FloatArray) -> None:
+        """A decode step of `batch` sequences and `kv` KV tokens on the declared hardware under the plans in force: attention and
+        MLP seconds per rank into `out` (groups, ranks, 2), the slowest ranks' with communication latency into `steps_s` (groups,)."""
         state = self.state
-        out = np.zeros((self.ranks_max, 2))
-        plan = int(state.group_int[g, L.GI_PLAN])
-        ST.rank_times(
-            g, self.declared_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow,
-            plan, tokens, pairs, kv, out,
+        _reference_times(
+            self.declared_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow,
+            state.group_int[:, L.GI_PLAN], batch, kv, out, steps_s,
         )  # fmt: skip
-        return out[: len(self.groups[g].ranks)]

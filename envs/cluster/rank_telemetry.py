@@ -6,6 +6,8 @@ correct the schedulers' own model (`GroupSet.correct_costs`). A group that does 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from envs.cluster.group_set import GroupSet
@@ -16,85 +18,129 @@ from envs.perf_model import step_time as ST
 from envs.perf_model.compiled import kernel
 
 OPERATIONS = ("attention", "mlp")
-SETTINGS = OC.CorrectionSettings(prior_std=0.3, noise_std=0.05, drift_std_per_sqrt_s=0.02)
+SETTINGS = OC.CorrectionSettings(prior_std=0.3, noise_std=0.05, drift_std_per_sqrt_s=0.02, surprises_to_restart=2)
+_COMPILED = SETTINGS.compiled
 FADE_S = 60.0  # a rank that a plan leaves out is taken for well again with this time constant
 PUBLISHED_STEP = 0.08  # log: planners get a group's new speeds when one of them has moved so far, lest they re-plan on noise
 
 
 @kernel
-def _read_ranks(state, declared, predicted, observed):
-    """Attention and MLP times of the step under way, (G, R, 2): as declared hardware would take them, and as they are.
-    Both stay 0 for a group between steps and for ranks without work."""
-    for g in range(state.group_int.shape[0]):
+def _step_under_way(state, g):
+    """(tokens, prefill query-key pairs, KV tokens) of group `g`'s step."""
+    ints = state.group_int[g]
+    kv = 0
+    for place in range(ints[L.GI_RUNNING]):
+        row = state.slot_int[g, state.running[g, place]]
+        if row[L.SI_PHASE] == L.PHASE_DECODE:
+            kv += row[L.SI_DONE]
+    chunk = ints[L.GI_CHUNK_TOKENS]
+    return ints[L.GI_DECODING] + chunk, 0.5 * chunk * chunk, kv
+
+
+@kernel
+def _follow_ranks(state, declared, scatter, elapsed_s, fade, log_ratio, variance, samples, surprises, times, settings):
+    """Take in one report: measured against declared times of the step under way, per group, rank and operation.
+
+    scatter (G, R, 2): factors on what is measured. times (2, R, 2): scratch. A group between steps reports nothing and only
+    ages; the ratio of a rank without work fades by `fade`. log_ratio to surprises: flat, see `online_correction`.
+    """
+    ranks = scatter.shape[1]
+    predicted, observed = times[0], times[1]
+    for g in range(scatter.shape[0]):
         ints = state.group_int[g]
-        for r in range(predicted.shape[1]):
+        is_busy = ints[L.GI_UP] == 1 and ints[L.GI_JUMP_ACTIVE] == 1
+        if is_busy:
+            tokens, pairs, kv = _step_under_way(state, g)
+            plan = ints[L.GI_PLAN]
+            ST.rank_times(
+                g, declared, state.predicted_group_cost, state.plain_residual, state.plain_slow, plan, tokens, pairs, kv, predicted
+            )
+            ST.rank_times(g, state.rank_cost, state.group_cost, state.residual, state.slow, plan, tokens, pairs, kv, observed)
+        for r in range(ranks):
+            works = is_busy and predicted[r, 0] + predicted[r, 1] > 0.0
             for k in range(2):
-                predicted[g, r, k] = 0.0
-                observed[g, r, k] = 0.0
-        if ints[L.GI_UP] == 0 or ints[L.GI_JUMP_ACTIVE] == 0:
-            continue
-        kv = 0
-        for place in range(ints[L.GI_RUNNING]):
-            row = state.slot_int[g, state.running[g, place]]
-            if row[L.SI_PHASE] == L.PHASE_DECODE:
-                kv += row[L.SI_DONE]
-        chunk = ints[L.GI_CHUNK_TOKENS]
-        tokens = ints[L.GI_DECODING] + chunk
-        pairs = 0.5 * chunk * chunk
-        plan = ints[L.GI_PLAN]
-        ST.rank_times(
-            g, declared, state.predicted_group_cost, state.plain_residual, state.plain_slow, plan, tokens, pairs, kv, predicted[g]
-        )
-        ST.rank_times(g, state.rank_cost, state.group_cost, state.residual, state.slow, plan, tokens, pairs, kv, observed[g])
+                i = (g * ranks + r) * 2 + k
+                said = predicted[r, k] if works else 0.0
+                OC.follow_one(i, log_ratio, variance, samples, surprises, said, observed[r, k] * scatter[g, r, k], elapsed_s, *settings)
+                if is_busy and not works:
+                    log_ratio[i] *= fade
+
+
+@kernel
+def _publish(log_ratio, variance, has_rank, reference, published, ratio, std, rank_ratio, rank_busy):
+    """From what was followed (flat) to what snapshots and planners get; see `RankTelemetry`."""
+    groups, ranks = has_rank.shape
+    for g in range(groups):
+        moved = 0.0
+        std[g] = 0.0
+        attention_s = mlp_s = 0.0
+        for r in range(ranks):
+            for k in range(2):
+                i = (g * ranks + r) * 2 + k
+                moved = max(moved, abs(log_ratio[i] - published[g, r, k]))
+                ratio[g, r, k] = math.exp(log_ratio[i])
+                if has_rank[g, r]:
+                    std[g] = max(std[g], math.sqrt(variance[i]))
+            attention_s = max(attention_s, reference[g, r, 0] * ratio[g, r, 0])
+            mlp_s = max(mlp_s, reference[g, r, 1] * ratio[g, r, 1])
+        for r in range(ranks):
+            if moved > PUBLISHED_STEP:
+                for k in range(2):
+                    published[g, r, k] = log_ratio[(g * ranks + r) * 2 + k]
+            declared_s = reference[g, r, 0] + reference[g, r, 1]
+            measured_s = reference[g, r, 0] * ratio[g, r, 0] + reference[g, r, 1] * ratio[g, r, 1]
+            rank_busy[g, r] = measured_s / max(attention_s + mlp_s, 1e-12)
+            rank_ratio[g, r] = (measured_s / declared_s if declared_s > 0.0 else 1.0) if has_rank[g, r] else 0.0
 
 
 class RankTelemetry:
-    """Follows measured / declared times per group, rank and operation; arrays of shape (groups, ranks, 2).
+    """Follows measured / declared times per group, rank and operation.
 
-    ratio: as last estimated. published: what planners are told, held until it has moved by PUBLISHED_STEP.
+    ratio (groups, ranks, 2): as last estimated. published, of the same shape: what planners are told, held until it has moved
+    by PUBLISHED_STEP. For snapshots, and never changed in place: rank_ratio (groups, ranks) over both operations of a usual
+    step, 0 for absent ranks; rank_busy (groups, ranks), each rank's share of that step; std (groups,), the largest of its
+    ranks' uncertainties.
     """
 
-    def __init__(self, groups: GroupSet, rng: np.random.Generator, noise: float, period_s: float) -> None:
+    def __init__(self, groups: GroupSet, rng: np.random.Generator) -> None:
         self._groups = groups
         self._rng = rng
-        self._noise = noise
-        self._period_s = period_s
+        self._noise = groups.options.report_noise
+        self._period_s = groups.options.report_period_s
         self._last_s = float(groups.state.group_float[:, L.GF_CLOCK_S].max(initial=0.0))  # the kernel stands where the trace begins
+        self.due_s = self._last_s + self._period_s
         shape = (len(groups.groups), groups.ranks_max, len(OPERATIONS))
         self._state = OC.initial(shape, SETTINGS)
-        self._predicted_s, self._observed_s = np.zeros(shape), np.zeros(shape)
+        state = self._state
+        self._flat = tuple(array.reshape(-1) for array in (state.log_ratio, state.variance, state.samples, state.surprises))
+        self._times = np.zeros((2, *shape[1:]))
+        self.reference_s = np.zeros(shape)
         self._published_log = np.zeros(shape)
         self.ratio = np.ones(shape)
-        self.std = np.full(shape[0], SETTINGS.prior_std)
+        self.std, self.rank_ratio, self.rank_busy = np.zeros(shape[0]), np.zeros(shape[:2]), np.zeros(shape[:2])
 
-    def is_due(self, now_s: float) -> bool:
-        return now_s - self._last_s >= self._period_s
+    def refer_to(self, reference_s: FloatArray) -> None:
+        """Weigh operations by these declared times of a usual step, shape (groups, ranks, 2)."""
+        self.reference_s = reference_s
+        self._publish()
 
-    def sample(self, now_s: float) -> None:
-        """Take in what the ranks measured since the last sample; the kernel stands at `now_s`."""
-        groups, state = self._groups, self._state
+    def report(self, now_s: float) -> None:
+        """Take in what the ranks measured since the last report; the kernel stands at `now_s`, which is `due_s` or later."""
         elapsed_s = now_s - self._last_s
         self._last_s = now_s
-        _read_ranks(groups.state, groups.declared_rank_cost, self._predicted_s, self._observed_s)
-        self._observed_s *= np.exp(self._noise * self._rng.standard_normal(self._observed_s.shape))
-        is_idle = ~self._predicted_s.any(axis=(1, 2))
-        is_left_out = (self._predicted_s.sum(axis=2) <= 0.0) & ~is_idle[:, None]
-        flat = (array.reshape(-1) for array in (state.log_ratio, state.variance, state.samples, state.surprises))
-        OC.follow_ratio(
-            *flat, self._predicted_s.reshape(-1), self._observed_s.reshape(-1), np.full(state.variance.size, elapsed_s),
-            SETTINGS.prior_std**2, SETTINGS.noise_std**2, SETTINGS.drift_std_per_sqrt_s**2, SETTINGS.surprise,
-            SETTINGS.surprises_to_restart,
-        )  # fmt: skip
-        if is_left_out.any():
-            state.log_ratio[is_left_out] *= np.exp(-elapsed_s / FADE_S)
+        self.due_s = now_s + self._period_s
+        scatter = np.exp(self._noise * self._rng.standard_normal(self.ratio.shape))
+        fade = math.exp(-elapsed_s / FADE_S)
+        groups = self._groups
+        _follow_ranks(groups.state, groups.declared_rank_cost, scatter, elapsed_s, fade, *self._flat, self._times, _COMPILED)
         self._publish()
 
     def _publish(self) -> None:
-        state = self._state
-        self.ratio = np.exp(state.log_ratio)  # a new array: snapshots hold the old one
-        self.std = np.sqrt((state.variance * self._groups.has_rank[:, :, None]).max(axis=(1, 2)))
-        moved = (np.abs(state.log_ratio - self._published_log) > PUBLISHED_STEP).any(axis=(1, 2))
-        self._published_log[moved] = state.log_ratio[moved]
+        self.std, self.rank_ratio, self.rank_busy = (np.empty_like(a) for a in (self.std, self.rank_ratio, self.rank_busy))
+        _publish(
+            *self._flat[:2], self._groups.has_rank, self.reference_s, self._published_log,
+            self.ratio, self.std, self.rank_ratio, self.rank_busy,
+        )  # fmt: skip
         self._groups.correct_costs(self.ratio)
 
     @property
@@ -104,7 +150,8 @@ class RankTelemetry:
 
     def forget(self, group_index: int, rank_index: int = -1) -> None:
         """Other hardware stands behind a rank, or behind all of a group's (-1): what was learnt of it is void."""
-        chosen = np.zeros(self._state.variance.shape, np.bool_)
-        chosen[group_index, slice(None) if rank_index < 0 else rank_index] = True
-        self._state = OC.restarted(self._state, chosen, SETTINGS)
+        chosen = (group_index, slice(None) if rank_index < 0 else rank_index)
+        fresh = OC.initial(self.ratio.shape, SETTINGS)
+        for name in ("log_ratio", "variance", "samples", "surprises"):
+            getattr(self._state, name)[chosen] = getattr(fresh, name)[chosen]
         self._publish()

@@ -15,7 +15,6 @@ from envs.domain.plans import TpGroup
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray, Residents
 from envs.domain.specs import LinkSpec
 from envs.group_kernel import reading as R
-from envs.perf_model import step_time as ST
 
 REFERENCE_BATCH = 16
 REFERENCE_CONTEXT = 1024
@@ -41,13 +40,13 @@ class ArrivalRate:
 def _static_profile(group: TpGroup, alive: tuple[int, ...]) -> FloatArray:
     """Standardised rates of the ranks `alive` of a group together, shape (5,)."""
     ranks = [group.ranks[r] for r in alive]
-    rates = capability.static_rates([place.gpu for place in ranks], [_link_of(group)] * len(ranks))
+    rates = capability.static_rates([place.gpu for place in ranks], [link_of(group)] * len(ranks))
     found = capability.static_vector(capability.group_rates(rates)[None], capability.CATALOGUE_SCALE)[0]
     found.setflags(write=False)
     return found
 
 
-def _link_of(group: TpGroup) -> LinkSpec:
+def link_of(group: TpGroup) -> LinkSpec:
     """The slowest link between the group's ranks."""
     return group.outer_link if len(group.domains) > 1 else group.inner_link
 
@@ -63,11 +62,8 @@ class Telemetry:
         self.usd_per_hour = np.array([sum(place.gpu.usd_per_hour for place in group.ranks) for group in groups.groups])
         self.capability = np.ones(count)
         self.static_profile = np.zeros((count, len(capability.STATIC_FEATURES)))
-        self.rank_busy = np.zeros((count, groups.ranks_max))
-        self.rank_ratio = np.zeros((count, groups.ranks_max))
-        self.ranks = RankTelemetry(groups, rng, groups.options.report_noise, groups.options.report_period_s)
+        self.ranks = RankTelemetry(groups, rng)
         self.class_experience = ClassExperience(count)
-        self._reference_s = np.zeros((count, groups.ranks_max, len(OPERATIONS)))  # declared times of a usual decode step
         self._ints = np.zeros((R.READ_INTS, count), np.int64)
         self._floats = np.zeros((R.READ_FLOATS, count))
         slots = groups.state.slot_int.shape[0] * groups.state.slot_int.shape[1]
@@ -85,34 +81,21 @@ class Telemetry:
         """Read the declared hardware again: relative speed, capability profile, a usual step's times; at control ticks."""
         groups = self._groups
         count = len(groups.groups)
-        steps_s = np.empty(count)
-        self._reference_s = np.zeros_like(self._reference_s)
+        reference_s, steps_s = np.zeros((count, groups.ranks_max, len(OPERATIONS))), np.empty(count)
+        groups.reference_times(REFERENCE_BATCH, REFERENCE_BATCH * REFERENCE_CONTEXT, reference_s, steps_s)
         self.static_profile = np.empty_like(self.static_profile)  # a new one, since snapshots hold the old one
         for g in range(count):
-            declared = groups.declared_times_s(g, REFERENCE_BATCH, 0.0, REFERENCE_BATCH * REFERENCE_CONTEXT)
-            steps_s[g] = declared.max(axis=0).sum() + groups.state.predicted_group_cost[g, ST.GC_COMM_ALPHA_S]
-            self._reference_s[g, : len(declared)] = declared
             alive = tuple(np.flatnonzero(~groups.health[g].rank_is_lost).tolist())
-            self.static_profile[g] = _static_profile(groups.groups[g], alive or tuple(range(len(declared))))
+            self.static_profile[g] = _static_profile(groups.groups[g], alive or tuple(range(len(groups.groups[g].ranks))))
         speed = 1.0 / steps_s
         self.capability = speed / speed.mean()
-        self._apply_ratios()
-
-    def _apply_ratios(self) -> None:
-        """What follows from the measured ratios: each rank's share of a usual step, and its slow-down over both operations."""
-        measured_s = self._reference_s * self.ranks.ratio
-        whole_s, declared_s = measured_s.sum(axis=2), self._reference_s.sum(axis=2)
-        barrier_s = measured_s.max(axis=1).sum(axis=1)
-        self.rank_busy = whole_s / np.maximum(barrier_s, 1e-12)[:, None]
-        ratio = np.ones_like(whole_s)
-        np.divide(whole_s, declared_s, out=ratio, where=declared_s > 0.0)
-        self.rank_ratio = ratio * self._groups.has_rank
+        self.ranks.refer_to(reference_s)
 
     def speed_factors(self, g: int) -> FloatArray:
         """Measured speed over declared speed of each rank of group `g` as planners are told, shape (ranks,); 0 for a lost rank."""
         groups = self._groups
         ranks = len(groups.groups[g].ranks)
-        declared_s = groups.declared_times_s(g, REFERENCE_BATCH, 0.0, REFERENCE_BATCH * REFERENCE_CONTEXT)
+        declared_s = self.ranks.reference_s[g, :ranks]
         ratio = self.ranks.published[g, :ranks]
         whole_s, measured_s = declared_s.sum(axis=1), (declared_s * ratio).sum(axis=1)
         factor = 1.0 / ratio.mean(axis=1)  # a rank that the plan leaves out has no times to weigh by
@@ -125,9 +108,8 @@ class Telemetry:
         self._residents = R.advance_and_read(
             self._groups.state, now_s, self._ints, self._floats, self._offset, self._resident_ints, self._resident_floats
         )
-        if self.ranks.is_due(now_s):
-            self.ranks.sample(now_s)
-            self._apply_ratios()
+        if now_s >= self.ranks.due_s:
+            self.ranks.report(now_s)
 
     def snapshot(
         self, now_s: float, breaker_allows: BoolArray, breaker_state: IntArray, hold_queue: int, hold_limit: int
@@ -162,7 +144,7 @@ class Telemetry:
             report_age_s=self._report_age_s,
             pause_left_s=floats[R.R_PAUSE_LEFT_S],
             plan_corner=groups.corners.copy(),
-            rank_busy_fraction=self.rank_busy,
+            rank_busy_fraction=self.ranks.rank_busy,
             capability=self.capability,
             usd_per_hour=self.usd_per_hour,
             residents=Residents(self._offset.copy(), self._resident_ints[:residents].copy(), self._resident_floats[:residents].copy()),
@@ -171,7 +153,7 @@ class Telemetry:
             arrival_rate_5s=self.rate_5s.per_s(now_s),
             arrival_rate_60s=self.rate_60s.per_s(now_s),
             static_profile=self.static_profile,
-            rank_ratio=self.rank_ratio,
+            rank_ratio=self.ranks.rank_ratio,
             correction_std=self.ranks.std,
             class_ratio=self.class_experience.ratio,
         )

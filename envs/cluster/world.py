@@ -29,7 +29,7 @@ class WorldOptions:
     use_residual_tables: bool = True
     interference_sigma: float = 0.08
     interference_period_s: float = 20.0
-    report_period_s: float = 0.5
+    report_period_s: float = 1.0
     report_noise: float = 0.03
     chunk_tokens_max: int = 2048
     chunk_tokens_min: int = 256

@@ -14,9 +14,11 @@ from envs.decision.capability import profile_and_affinity
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray
+from envs.perf_model.compiled import kernel
 
 Decision = Literal["route", "split", "rebalance"]
 CORNER_COUNT = 5  # len(envs.decision.split_planner.CORNERS); a test holds the two together
+_WEIGHTS = np.array([service.weight for service in SERVICE_CLASSES])
 MOVE_COLUMNS = 5  # len(envs.decision.observation.MOVE_FEATURES)
 
 
@@ -57,6 +59,17 @@ def route_mask(accepts: BoolArray, hold_queue: int, hold_limit: int, may_hold: b
     mask[-2] = may_hold and hold_queue < hold_limit
     mask[-1] = True
     return mask
+
+
+@kernel
+def _expected_loss(estimates, resident_ints, weights):
+    """Summed soft utility of all groups less the residents' full weights."""
+    total = 0.0
+    for g in range(estimates.shape[0]):
+        total += estimates[g, P.E_UTILITY]
+    for i in range(resident_ints.shape[0]):
+        total -= weights[resident_ints[i, 1]]
+    return total
 
 
 @dataclass(eq=False)
@@ -117,9 +130,7 @@ class DecisionPoint:
         Counted from full weight so that it stays near 0 while all goes well: a large Phi times a random discount^dt would
         bury the effect of the one decision in noise.
         """
-        weights = np.array([service.weight for service in SERVICE_CLASSES])
-        everybody = float(weights[self.view.residents.ints[:, 1]].sum())
-        return float(self.estimates[:, P.E_UTILITY].sum()) - everybody
+        return float(_expected_loss(self.estimates, self.view.residents.ints, _WEIGHTS))
 
     @property
     def allowed_groups(self) -> BoolArray:

@@ -228,6 +228,13 @@ def _cosines(profile, rates, need, square, out):
         out[g] = min(1.0, max(-1.0, out[g] / length)) if length > 0.0 else 0.0
 
 
+@kernel
+def profiles_and_cosines(static, waiting, free, total, rank_ratio, need, profile, square, out):
+    """`profile_and_affinity` on arrays, for compiled callers; `square` and `out` (groups,) hold zeros."""
+    _fill_profile(static, waiting, free, total, rank_ratio, profile)
+    _cosines(profile, static.shape[1], need, square, out)
+
+
 def profile_and_affinity(view: ClusterSnapshot, need: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Profile of every group in FEATURES order, shape (groups, 10), and its cosine with a class's `need` (10,), shape (groups,).
 
@@ -235,10 +242,11 @@ def profile_and_affinity(view: ClusterSnapshot, need: FloatArray) -> tuple[Float
     part counts relative to the cluster's mean group. Compiled, since it is asked on every decision.
     """
     profile = np.empty((view.groups, len(FEATURES)))
-    _fill_profile(view.static_profile, view.waiting, view.kv_blocks_free, view.kv_blocks_total, view.rank_ratio, profile)
-    affinity = np.zeros(view.groups)
-    _cosines(profile, len(STATIC_FEATURES), need, np.zeros(view.groups), affinity)
-    return profile, affinity
+    work = np.zeros((2, view.groups))
+    profiles_and_cosines(
+        view.static_profile, view.waiting, view.kv_blocks_free, view.kv_blocks_total, view.rank_ratio, need, profile, work[0], work[1]
+    )
+    return profile, work[1]
 
 
 PRESENT_WEIGHTS: dict[str, float] = {"memory_in_use": -0.1, "queue_depth": -0.2, "temperature": -0.05, "clock": -CLOCK_SPREAD}

@@ -7,14 +7,34 @@ quantity, from answers that have ended. Knows nothing of an answer before that.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from envs.decision import online_correction as OC
 from envs.domain.requests import SERVICE_CLASSES
+from envs.perf_model.compiled import kernel
 
 TTFT, TPOT = range(2)
 SETTINGS = OC.CorrectionSettings(prior_std=0.3, noise_std=0.5, drift_std_per_sqrt_s=0.03, surprise=3.0, surprises_to_restart=8)
 """One answer's TTFT is off by half or more even where the model is right (it cannot know who comes next), hence the noise."""
+
+
+@kernel
+def _observe(
+    group_index, class_index, now_s, predicted_ttft_s, predicted_tpot_s, observed_ttft_s, observed_tpot_s,
+    log_ratio, variance, samples, surprises, last_s, ratio, settings,
+):  # fmt: skip
+    place = (group_index * last_s.shape[1] + class_index) * 2
+    elapsed_s = now_s - last_s[group_index, class_index]
+    last_s[group_index, class_index] = now_s
+    OC.follow_one(place, log_ratio, variance, samples, surprises, predicted_ttft_s, observed_ttft_s, elapsed_s, *settings)
+    OC.follow_one(place + 1, log_ratio, variance, samples, surprises, predicted_tpot_s, observed_tpot_s, elapsed_s, *settings)
+    ratio[group_index, class_index, 0] = math.exp(log_ratio[place])
+    ratio[group_index, class_index, 1] = math.exp(log_ratio[place + 1])
+
+
+_COMPILED = SETTINGS.compiled
 
 
 class ClassExperience:
@@ -22,27 +42,14 @@ class ClassExperience:
 
     def __init__(self, groups: int) -> None:
         shape = (groups, len(SERVICE_CLASSES), 2)
-        self._state = OC.initial(shape, SETTINGS)
+        state = OC.initial(shape, SETTINGS)
+        self._flat = tuple(array.reshape(-1) for array in (state.log_ratio, state.variance, state.samples, state.surprises))
         self._last_s = np.zeros(shape[:2])
-        self._predicted_s, self._observed_s, self._elapsed_s = np.zeros(2), np.zeros(2), np.zeros(2)
         self.ratio = np.ones(shape)
 
     def observe(
         self, now_s: float, group_index: int, class_index: int, predicted_s: tuple[float, float], observed_s: tuple[float, float]
     ) -> None:
         """An answer of the class has ended in the group. predicted_s, observed_s: TTFT and TPOT; NaN or 0 says nothing."""
-        place = (group_index, class_index)
-        state = self._state
-        self._predicted_s[:] = predicted_s
-        self._observed_s[:] = observed_s
-        self._elapsed_s[:] = now_s - self._last_s[place]
-        self._last_s[place] = now_s
-        OC.follow_ratio(
-            state.log_ratio[place], state.variance[place], state.samples[place], state.surprises[place],
-            self._predicted_s, self._observed_s, self._elapsed_s,
-            SETTINGS.prior_std**2, SETTINGS.noise_std**2, SETTINGS.drift_std_per_sqrt_s**2, SETTINGS.surprise,
-            SETTINGS.surprises_to_restart,
-        )  # fmt: skip
-        ratio = self.ratio.copy()  # snapshots hold the old one
-        ratio[place] = np.exp(state.log_ratio[place])
-        self.ratio = ratio
+        self.ratio = self.ratio.copy()  # snapshots hold the old one
+        _observe(group_index, class_index, now_s, *predicted_s, *observed_s, *self._flat, self._last_s, self.ratio, _COMPILED)

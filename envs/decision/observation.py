@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from envs.decision import predictor as P
 from envs.decision.actions import CORNER_COUNT, DecisionPoint
+from envs.decision.capability import FEATURES as PROFILE
+from envs.decision.capability import profiles_and_cosines
 from envs.decision.circuit_breaker import State
 from envs.domain.commands import CommandKind
 from envs.domain.requests import SERVICE_CLASSES
@@ -97,6 +99,7 @@ _GROUP_AT = _CORNER_AT + CORNER_COUNT
 _ROUTE_AT = _GROUP_AT + len(GROUP_FEATURES)
 _MOVE_AT = _ROUTE_AT + len(ROUTE_FEATURES)
 _NO_MOVES = np.zeros((0, len(MOVE_FEATURES)))
+_NO_HITS = np.zeros(0, np.int64)
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -170,12 +173,11 @@ def _group_rows(
 
 
 @kernel
-def _route_rows(estimates, hits, prompt, allowed, ints, floats, base_ttft_s, base_time_s, base_kv, limit_s, affinity, ratio, out):
+def _route_rows(estimates, hits, prompt, allowed, ints, floats, baseline, block_tokens, affinity, ratio, class_index, out):
     """Route features of every group, after its group features in `out`; comparisons are with the best allowed group.
 
-    base_ttft_s, base_time_s (groups,): what a typical request of the class costs each group alone, before the group's
-    correction; base_kv: its KV blocks; limit_s: TTFT limit of such a request; ratio (groups, 2): observed / predicted of its class.
-    Returns the best net utility.
+    baseline (groups, BASELINES): what a typical request of the class costs each group; affinity (groups,); ratio (groups,
+    classes, 2): observed / predicted. Returns the best net utility.
     """
     best_ttft = best_completion = best_base = math.inf
     best_net = -math.inf
@@ -187,7 +189,7 @@ def _route_rows(estimates, hits, prompt, allowed, ints, floats, base_ttft_s, bas
                 best_completion = estimates[g, P.E_COMPLETION_S]
                 best_index = g
             best_net = max(best_net, estimates[g, P.E_OWN] + estimates[g, P.E_HARM])
-            best_base = min(best_base, base_time_s[g] * floats[g, 2])
+            best_base = min(best_base, baseline[g, P.B_TIME_S] * floats[g, 2])
     for g in range(estimates.shape[0]):
         row = out[g, len(GROUP_FEATURES) :]
         net = estimates[g, P.E_OWN] + estimates[g, P.E_HARM]
@@ -204,12 +206,12 @@ def _route_rows(estimates, hits, prompt, allowed, ints, floats, base_ttft_s, bas
             row[9] = _log(estimates[g, P.E_COMPLETION_S] / max(best_completion, 1e-6), 1e-4)
             row[10] = net - best_net
             row[11] = 1.0 if g == best_index else 0.0
-            row[13] = _log(base_time_s[g] * floats[g, 2] / max(best_base, 1e-6), 1e-4)
-        row[12] = _log(base_ttft_s[g] * floats[g, 2] / limit_s, 1e-4)
-        row[14] = _log(base_kv / max(1, ints[g, 2]), 1e-4)
+            row[13] = _log(baseline[g, P.B_TIME_S] * floats[g, 2] / max(best_base, 1e-6), 1e-4)
+        row[12] = _log(baseline[g, P.B_TTFT_RATIO] * floats[g, 2], 1e-4)
+        row[14] = _log(baseline[g, P.B_KV_TOKENS] / max(1, ints[g, 2] * block_tokens), 1e-4)
         row[15] = affinity[g]
-        row[16] = math.log(ratio[g, 0])
-        row[17] = math.log(ratio[g, 1])
+        row[16] = math.log(ratio[g, class_index, 0])
+        row[17] = math.log(ratio[g, class_index, 1])
     return best_net if best_index >= 0 else 0.0
 
 
@@ -261,26 +263,38 @@ def _fill_context(values, both, is_up, hold_fraction, best_net, out):
     out[at + 5] = _clipped(max(1, up) / max(1, groups))
 
 
+@kernel
+def _all_rows(
+    ints, floats, capability, breaker_state, report_age_s, rank_busy, rank_ratio, correction_std, is_up, is_draining, estimates,
+    tightest_s, hits, prompt, allowed, baseline, block_tokens, static, needs, profile, square, affinity, ratio, class_index, out,
+):  # fmt: skip
+    """Group rows and, where class_index >= 0, route rows; profile, square and affinity are scratch (zeros). Best net utility."""
+    _group_rows(
+        ints, floats, capability, breaker_state, report_age_s, rank_busy, rank_ratio, correction_std, is_up, is_draining, estimates,
+        tightest_s, out,
+    )  # fmt: skip
+    if class_index < 0:
+        return 0.0
+    profiles_and_cosines(static, ints[:, 1], ints[:, 2], ints[:, 3], rank_ratio, needs[class_index], profile, square, affinity)
+    return _route_rows(
+        estimates, hits, prompt, allowed, ints, floats, baseline[class_index], block_tokens, affinity, ratio, class_index, out
+    )
+
+
 def _feature_rows(point: DecisionPoint) -> tuple[npt.NDArray[np.float64], float]:
     """Group features followed by route features (zero without a request) of every group, and the best net utility."""
-    view = point.view
+    view, tables, request = point.view, point.tables, point.request
     ints, floats = point.packed
-    both = np.zeros((view.groups, len(GROUP_FEATURES) + len(ROUTE_FEATURES)))
-    _group_rows(
+    groups = view.groups
+    both = np.zeros((groups, len(GROUP_FEATURES) + len(ROUTE_FEATURES)))
+    profile, work = np.empty((groups, len(PROFILE))), np.zeros((2, groups))
+    prompt, class_index, hits = (0, -1, _NO_HITS) if request is None else (request.prompt_tokens, request.class_index, point.hits)
+    best_net = _all_rows(
         ints, floats, view.capability, view.breaker_state, view.report_age_s, view.rank_busy_fraction, view.rank_ratio,
-        view.correction_std, view.is_up, view.is_draining, point.estimates, point.tightest_tpot_s, both,
+        view.correction_std, view.is_up, view.is_draining, point.estimates, point.tightest_tpot_s, hits, prompt,
+        point.allowed_groups, tables.baseline, view.kv_block_tokens, view.static_profile, tables.needs, profile, work[0], work[1],
+        view.class_ratio, class_index, both,
     )  # fmt: skip
-    best_net = 0.0
-    if point.request is not None:
-        request, baseline = point.request, point.tables.baseline
-        index = request.class_index
-        prompt = float(baseline.prompt_tokens[index])
-        kv_blocks = (prompt + float(baseline.output_tokens[index])) / view.kv_block_tokens
-        limit_s = request.service.ttft_limit_s(prompt) * point.tables.limit_multiplier
-        best_net = _route_rows(
-            point.estimates, point.hits, request.prompt_tokens, point.allowed_groups, ints, floats, baseline.ttft_s[index],
-            baseline.time_s[index], kv_blocks, limit_s, point.affinity, view.class_ratio[:, index], both,
-        )  # fmt: skip
     return both, best_net
 
 

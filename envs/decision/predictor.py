@@ -24,6 +24,10 @@ from envs.perf_model.step_time import step_parts
 (E_KV_WAIT_S, E_WORK_LEFT_S, E_TTFT_RATIO, E_TPOT_RATIO) = range(10, 14)
 ESTIMATES = 14
 
+# Columns of the baseline table (classes, G, BASELINES): a typical request's TTFT and TPOT over their limits, its time in s, its KV.
+(B_TTFT_RATIO, B_TPOT_RATIO, B_TIME_S, B_KV_TOKENS) = range(4)
+BASELINES = 4
+
 SOFTNESS = 0.2  # width of the soft limit, as a share of the limit: our own prediction error is about that large
 LATENESS_PRICE = 0.02  # utility lost per limit of lateness; keeps a gradient where a request is hopeless
 REMAINING_BINS = 40
@@ -45,7 +49,8 @@ class PredictorTables:
     """What the predictor knows beside the snapshot. rank_cost (G, 2, R, RANK_COLUMNS), group_cost (G, GROUP_COLUMNS);
     plan (G,) plan slot in force; remaining_tokens (classes, REMAINING_BINS) expected further tokens given those made, and
     remaining_quantiles (classes, REMAINING_BINS, QUANTILES) their quantiles;
-    chunk_tokens (G,) largest prefill chunk; baseline: what a typical request of each class costs each group alone;
+    chunk_tokens (G,) largest prefill chunk; baseline (classes, G, BASELINES), columns B_*: what a typical request of each class
+    costs each group alone, before the group's correction;
     needs (classes, capability.FEATURES): what it asks of a group; limit_multiplier scales the class limits;
     head_start_s per priority level."""
 
@@ -57,7 +62,7 @@ class PredictorTables:
     chunk_tokens: IntArray
     residual: FloatArray
     slow: FloatArray
-    baseline: ClassBaseline
+    baseline: FloatArray
     needs: FloatArray
     limit_multiplier: float = 1.0
     head_start_s: float = 2.0
@@ -147,9 +152,7 @@ def _residents(now_s, first, last, ints, floats, limits, table, step_s, step_aft
         ahead_s += ints[i, 4] / rate
         behind_s = 0.0 if ints[i, 5] == 1 or floats[i, 2] <= key else own_s
         redo_s = ahead_s if ints[i, 4] > 0 else 0.0  # it must recompute first
-        before += _resident_utility(
-            now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_s, 0.0, ahead_s, redo_s
-        )
+        before += _resident_utility(now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_s, 0.0, ahead_s, redo_s)
         after += _resident_utility(
             now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_after_s, own_s, ahead_s + behind_s, redo_s
         )
@@ -340,12 +343,24 @@ def baselines(
     slow: FloatArray,
     plan: IntArray,
     chunk_tokens: IntArray,
-    kv_bytes_per_token: FloatArray,
+    kv_bytes_per_token: float,
 ) -> ClassBaseline:
     """What a typical request of each class (prompt_tokens, output_tokens, shape (classes,), >= 1) costs each group that does
-    nothing else, by the schedulers' model; kv_bytes_per_token (groups,). The rest as in `PredictorTables`."""
+    nothing else, by the schedulers' model. The rest as in `PredictorTables`."""
     classes, groups = len(prompt_tokens), len(plan)
     rate, step_s = np.empty((classes, groups)), np.empty((classes, groups))
     typical = np.maximum(1, np.rint(np.stack([prompt_tokens, output_tokens]))).astype(np.int64)
     _alone(typical[0], typical[1], rank_cost, group_cost, residual, slow, plan, chunk_tokens, rate, step_s)
     return class_baseline(typical[0], typical[1], rate, step_s, kv_bytes_per_token)
+
+
+def baseline_table(baseline: ClassBaseline, limit_multiplier: float = 1.0) -> FloatArray:
+    """`baseline` against the class limits, shape (classes, G, BASELINES), columns B_*."""
+    limits = class_limits(limit_multiplier)
+    ttft_limit_s = limits[:, 0] + limits[:, 1] * baseline.prompt_tokens
+    table = np.empty((*baseline.time_s.shape, BASELINES))
+    table[..., B_TTFT_RATIO] = baseline.ttft_s / ttft_limit_s[:, None]
+    table[..., B_TPOT_RATIO] = baseline.step_s / limits[:, 2, None]
+    table[..., B_TIME_S] = baseline.time_s
+    table[..., B_KV_TOKENS] = (baseline.prompt_tokens + baseline.output_tokens)[:, None]
+    return table

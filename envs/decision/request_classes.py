@@ -214,4 +214,4 @@ class TypicalPrompts:
 
     def tokens(self) -> FloatArray:
         """Geometric mean of the prompt lengths of each class, shape (classes,), >= 1."""
-        return np.exp(np.array(self._log_mean))
+        return np.asarray(np.exp(np.array(self._log_mean)), dtype=np.float64)

@@ -171,3 +171,13 @@ def test_terminal_table_says_how_many_requests_and_who_is_the_reference():
     print_table(results(is_synthetic=True), Console(file=output, width=80))
     assert "12 worlds, 120 requests for each policy, SYNTHETIC trace" in output.getvalue()
     assert "least_work_left *" in output.getvalue()
+
+
+def test_capability_profiles_are_shown_with_ranks_and_affinity(tmp_path):
+    row = {"cluster": "c", "kind": "group", "name": "pair <a>", "vector": [0.5] * 9 + [1.25], "prefill_rank": 2, "decode_rank": 1}
+    shown = results(capability=(row | {"affinity": {"chat": -0.4}},))
+    page = write_report(shown, tmp_path / "report.html").read_text()
+    assert "<h2>Devices and groups</h2>" in page and "group pair &lt;a&gt;" in page
+    assert all(text in page for text in ("flop_per_s", "step_time", "+1.25", "suits chat", "-0.40"))
+    assert EvaluationResults.from_json(shown.to_json()) == shown
+    assert "Devices and groups" not in write_report(results(), tmp_path / "other.html").read_text()
