@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,6 +22,8 @@ class _Slot:
     tokens_max: int
     layers: list[Tensor]
     """Per layer keys and values, shape (2, heads, tokens_max, head_dim)."""
+    addresses: np.ndarray
+    """Where each layer's block starts, int64 of shape (layers,); for the compiled kernels."""
     length: int = 0
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -61,7 +64,8 @@ class SlotKv:
             raise KvFull(f"no room for slot {slot} of {tokens_max} tokens: {self.tokens_free} tokens and {slots_free} slots are free")
         heads = self._plans[plan_version]
         layers = [torch.empty((2, h.width, tokens_max, self._head_dim), dtype=self._dtype, device=self._device) for h in heads]
-        self._slots[slot] = _Slot(plan_version, heads, tokens_max, layers, pairs=[(layer[0], layer[1]) for layer in layers])
+        addresses = np.array([layer.data_ptr() for layer in layers], dtype=np.int64)
+        self._slots[slot] = _Slot(plan_version, heads, tokens_max, layers, addresses, pairs=[(layer[0], layer[1]) for layer in layers])
 
     def release(self, slot: int) -> None:
         self._slots.pop(slot, None)
@@ -138,6 +142,15 @@ class SlotKv:
                 queries, keys[:, None].expand(shape), values[:, None].expand(shape), attn_mask=mask, is_causal=is_whole
             )
             out[first:last] = done.permute(2, 0, 1, 3)
+
+    def row_addresses(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(addresses (layers, rows), rooms (rows,), positions (rows,)), int64, of every token of these spans, in their order."""
+        counts = [span.tokens for span in spans]
+        held = [self._slots[span.slot] for span in spans]
+        addresses = np.repeat(np.stack([slot.addresses for slot in held], axis=1), counts, axis=1)
+        rooms = np.repeat(np.array([slot.tokens_max for slot in held], dtype=np.int64), counts)
+        positions = np.concatenate([np.arange(span.start, span.start + span.tokens, dtype=np.int64) for span in spans])
+        return addresses, rooms, positions
 
     def commit(self, spans: Sequence[Span]) -> None:
         for span in spans:
