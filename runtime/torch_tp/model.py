@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from envs.domain.plans import LayerPlans
-from runtime.torch_tp.checkpoint import Checkpoint
+from runtime.torch_tp.checkpoint import Checkpoint, float32_copy
+from runtime.torch_tp.kv_pages import PagedKv
 from runtime.torch_tp.kv_slots import SlotKv
+from runtime.torch_tp.kv_store import KvStore
+from runtime.torch_tp.rope import RopeTable
 from runtime.torch_tp.row_kernels import ROWS_MAX
 from runtime.torch_tp.row_step import RowStep
-from runtime.torch_tp.rope import RopeTable
 from runtime.torch_tp.shares import Interval, RankShare, share_of
 from runtime.torch_tp.step_layout import Slice, StepLayout, lay_out
 from runtime.torch_tp.torch_step import TorchStep
@@ -74,18 +76,21 @@ class TpModel:
         kv_tokens_max: int = 8192,
         slots_max: int = 64,
     ) -> None:
-        self.checkpoint, self.config, self.communicator = checkpoint, checkpoint.config, communicator
         self.rank, self.device, self.dtype = rank, torch.device(device), dtype
-        self.kv = SlotKv(self.config, tokens_max=kv_tokens_max, slots_max=slots_max, device=self.device, dtype=dtype)
+        on_cpu = self.device.type == "cpu"
+        self.checkpoint = float32_copy(checkpoint) if on_cpu and dtype == torch.float32 else checkpoint
+        self.config, self.communicator = checkpoint.config, communicator
+        room = {"tokens_max": kv_tokens_max, "slots_max": slots_max}
+        slots = SlotKv(self.config, **room, device=self.device, dtype=dtype) if on_cpu else None
+        self.kv: KvStore = slots or PagedKv(self.config, **room, device=self.device, dtype=dtype)
         self.timings = StepTimings()
         self.on_layer: Callable[[int], None] | None = None
         self._rope = RopeTable(self.config, self.config.context_tokens, self.device)
         self._shares: dict[int, RankShare] = {}
         self._newest = -1
-        self._torch_step = TorchStep(checkpoint, self.kv, self._shares, self.device, dtype)
-        has_kernels = self.device.type == "cpu" and dtype == checkpoint.dtype == torch.float32
-        self._row_step = RowStep(checkpoint, self.kv, self._shares) if has_kernels else None
-        self._embedding = checkpoint.tensor("model.embed_tokens.weight")
+        self._torch_step = TorchStep(self.checkpoint, self.kv, self._shares, self.device, dtype)
+        self._row_step = RowStep(self.checkpoint, slots, self._shares) if slots and dtype == torch.float32 else None
+        self._embedding = self.checkpoint.tensor("model.embed_tokens.weight")
 
     # --- plans ------------------------------------------------------------------------------------------------------------
 

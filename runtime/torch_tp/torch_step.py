@@ -39,7 +39,9 @@ class _Mlp:
 class TorchStep:
     """Implements `model.Step`. On a CPU every matrix is a view of the mapped file; on a device a share's matrices are copied there."""
 
-    def __init__(self, checkpoint: Checkpoint, kv: KvStore, shares: Mapping[int, RankShare], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, kv: KvStore, shares: Mapping[int, RankShare], device: torch.device, dtype: torch.dtype
+    ) -> None:
         self._checkpoint, self._config, self._kv, self._shares = checkpoint, checkpoint.config, kv, shares
         self._device, self._dtype = device, dtype
         self._attention: dict[tuple[int, Interval], _Attention] = {}
