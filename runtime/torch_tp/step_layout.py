@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -75,3 +76,10 @@ def lay_out(slices: Sequence[Slice], versions: Iterable[int], rope: RopeTable, a
         raise ValueError(f"plan versions {sorted({s.plan_version for s in slices} - set(versions))} are not live; live: {list(versions)}")
     cos, sin = (torch.cat(column) if len(tables) > 1 else column[0] for column in zip(*tables, strict=True))
     return StepLayout(torch.tensor(tokens), tuple(parts), cos, sin, [row for index in sorted(wanted) for row in wanted[index]])
+
+
+def halves(slices: Sequence[Slice]) -> tuple[Sequence[Slice], Sequence[Slice]]:
+    """At least two slices cut in two runs of nearly equal tokens; alike on every rank, since it looks at token counts only."""
+    ends = list(accumulate(len(piece.tokens) for piece in slices))
+    cut = 1 + min(range(len(slices) - 1), key=lambda index: abs(2 * ends[index] - ends[-1]))
+    return slices[:cut], slices[cut:]
