@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -21,12 +22,11 @@ REPEATS = 5
 class MemoryStall:
     """Compute time minus what the same multiplications take on cached operands. On a CPU only; elsewhere the estimate is 0.
 
-    The rate on cached operands is measured once per row count, with the code that the step uses, in about a millisecond.
+    The rate on cached operands is measured once per process and row count, with the code that the step uses, in a millisecond.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._config, self._is_cpu = config, device.type == "cpu"
-        self._flop_per_s: dict[int, float] = {}
 
     def estimate_s(self, share: RankShare, batches: Sequence[tuple[int, int]], compute_s: float) -> float:
         """batches: (rows, rows that want logits) of each. Never negative, never more than `compute_s`."""
@@ -35,14 +35,12 @@ class MemoryStall:
         layer_flop, head_flop = flop_per_row(self._config, share)
         arithmetic_s = 0.0
         for rows, logit_rows in batches:
-            arithmetic_s += layer_flop * rows / self._rate(rows) + (head_flop * logit_rows / self._rate(logit_rows) if logit_rows else 0.0)
+            arithmetic_s += layer_flop * rows / _rate(rows) + (head_flop * logit_rows / _rate(logit_rows) if logit_rows else 0.0)
         return max(0.0, compute_s - arithmetic_s)
 
-    def _rate(self, rows: int) -> float:
-        rows = min(row_kernels.padded_rows(rows), ROWS_MEASURED_MAX)
-        if rows not in self._flop_per_s:
-            self._flop_per_s[rows] = cached_flop_per_s(rows)
-        return self._flop_per_s[rows]
+
+def _rate(rows: int) -> float:
+    return cached_flop_per_s(min(row_kernels.padded_rows(rows), ROWS_MEASURED_MAX))
 
 
 def flop_per_row(config: ModelConfig, share: RankShare) -> tuple[float, float]:
@@ -52,6 +50,7 @@ def flop_per_row(config: ModelConfig, share: RankShare) -> tuple[float, float]:
     return 4.0 * config.hidden * config.head_dim * heads + 6.0 * config.hidden * columns, 2.0 * config.hidden * share.vocabulary.width
 
 
+@cache  # bounded by ROWS_MEASURED_MAX
 def cached_flop_per_s(rows: int) -> float:
     """Rate of rows x (64, 512) products that find their operands in cache: by kernel for few rows, else by torch."""
     x = np.ones((rows, CACHED_COLUMNS), dtype=np.float32)

@@ -20,9 +20,9 @@ from runtime.torch_tp.kv_pages import PagedKv
 from runtime.torch_tp.kv_slots import SlotKv
 from runtime.torch_tp.kv_store import KvStore
 from runtime.torch_tp.memory_stall import MemoryStall
-from runtime.torch_tp.rope import RopeTable
+from runtime.torch_tp.rope import rope_table
 from runtime.torch_tp.row_kernels import ROWS_MAX
-from runtime.torch_tp.row_step import RowStep, RowWeights
+from runtime.torch_tp.row_step import RowStep, row_weights
 from runtime.torch_tp.shares import Interval, RankShare, share_of
 from runtime.torch_tp.step_layout import Slice, StepLayout, halves, lay_out
 from runtime.torch_tp.torch_step import TorchStep
@@ -100,7 +100,7 @@ class TpModel:
         self._stall = MemoryStall(self.config, self.device)
         self.timings = StepTimings()
         self.on_layer: Callable[[int], None] | None = None
-        self._rope = RopeTable(self.config, self.config.context_tokens, self.device)
+        self._rope = rope_table(self.config, min(self.config.context_tokens, kv_tokens_max), self.device)
         self._shares: dict[int, RankShare] = {}
         self._newest = -1
         self._weights = TorchWeights(self.checkpoint, self.device, dtype)
@@ -108,8 +108,7 @@ class TpModel:
         self._torch_steps = [TorchStep(self.config, self._weights, self.kv, self._shares) for _ in range(2)]
         self._row_steps: list[RowStep] = []
         if slots is not None and dtype == torch.float32:
-            row_weights = RowWeights(self.checkpoint)
-            self._row_steps = [RowStep(self.config, row_weights, slots, self._shares) for _ in range(2)]
+            self._row_steps = [RowStep(self.config, row_weights(self.checkpoint), slots, self._shares) for _ in range(2)]
         self._embedding = self.checkpoint.tensor("model.embed_tokens.weight")
 
     # --- plans ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -29,6 +30,12 @@ class RowWeights:
         self.layers = [_LayerArrays(checkpoint, layer) for layer in range(checkpoint.config.layers)]
         self.last_norm = checkpoint.tensor("model.norm.weight").numpy()
         self.head = checkpoint.output_head.numpy()
+
+
+@lru_cache(maxsize=2)
+def row_weights(checkpoint: Checkpoint) -> RowWeights:
+    """Made once per open checkpoint: a rank that joins a new group keeps its views."""
+    return RowWeights(checkpoint)
 
 
 class RowStep:

@@ -43,6 +43,7 @@ class TorchWeights:
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self._checkpoint, self._config = checkpoint, checkpoint.config
         self._device, self._dtype = device, dtype
+        self._is_mapped = device.type == "cpu" and checkpoint.is_float32 and dtype == torch.float32
         self.loaded_bytes = 0
         self._resident: dict[str, tuple[Interval, Tensor]] = {}
         self._attention: dict[tuple[int, Interval], AttentionMatrices] = {}
@@ -56,7 +57,9 @@ class TorchWeights:
         self.last_norm = self.whole("model.norm.weight")
 
     def prepare(self, share: RankShare) -> None:
-        """Have everything of a share in place, so that no step waits for it."""
+        """Have everything of a share on the device, so that no step waits for it. On a CPU views are made when first used."""
+        if self._is_mapped:
+            return
         for layer in range(self._config.layers):
             self.attention(layer, share)
             self.mlp(layer, share.mlp[layer])
@@ -119,7 +122,7 @@ class TorchWeights:
 
     def _range(self, name: str, source: Tensor, axis: int, wanted: Interval) -> Tensor:
         """`source` narrowed to `wanted` along `axis`."""
-        if self._device.type == "cpu" and source.dtype == self._dtype:
+        if self._is_mapped:
             return source.narrow(axis, wanted.start, wanted.width)
         held, tensor = self._resident.get(name, (Interval(wanted.start, wanted.start), None))
         if tensor is None or not held.covers(wanted):
