@@ -212,7 +212,7 @@ class TpModel:
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _lane(self, index: int, slices: Sequence[Slice], all_logits: bool) -> _Lane:
-        layout = lay_out(slices, self._shares, self._rope, all_logits)
+        layout = lay_out(slices, self._shares, self._rope, self.config.vocabulary, all_logits)
         for part in layout.parts:
             self.kv.begin(part.spans)
         hidden = self._embedding[layout.tokens].to(device=self.device, dtype=self.dtype)
