@@ -14,7 +14,7 @@ FINISH_REASONS: tuple[str, ...] = ("stop", "length", "cancelled", "deadline", "e
 """How an answer ends: a stop id or stop string, its token limit, its caller, its deadline, or the engine (see the event's detail)."""
 
 REFUSALS: tuple[str, ...] = ("too_long", "queue_full", "deadline_passed", "duplicate", "invalid", "closed")
-"""Why a request is turned away at the door. `too_long`, `duplicate` and `invalid` are the caller's fault (400), the others load (429, 503)."""
+"""Why a request is turned away at the door: `too_long`, `duplicate`, `invalid` by the caller's fault (400), else by load (429, 503)."""
 
 
 class Refused(RuntimeError):

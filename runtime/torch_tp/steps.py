@@ -4,6 +4,7 @@ A worker carries out a StepCommand in the order of its fields: releases, new_slo
 `slices`. The rows with `wants_sample` then get their next token. With decode_steps = k > 1 it goes on by itself: k - 1 further passes
 over the same slots, each with the token just chosen at the next position; it stops early, alike on every rank, after a pass in which some
 slot chose one of its stop ids. Every pass gives each such slot one token, so all slots come back with the same number, 1 to k.
+`slices` may be empty (a command that only frees KV). A slice may start below what its slot holds: the rest is overwritten.
 """
 
 from __future__ import annotations
@@ -193,7 +194,9 @@ def tokens_to_wire(tokens: Sequence[SlotTokens]) -> list[Any]:
 
 
 def tokens_from_wire(wire: Sequence[Any]) -> tuple[SlotTokens, ...]:
-    return tuple(
-        SlotTokens(slot, tuple(ids), tuple(TokenLogprobs(chosen, tuple((token, value) for token, value in top)) for chosen, top in logprobs))
-        for slot, ids, logprobs in wire
-    )
+    return tuple(SlotTokens(slot, tuple(ids), tuple(_logprobs_from_wire(item) for item in logprobs)) for slot, ids, logprobs in wire)
+
+
+def _logprobs_from_wire(wire: Sequence[Any]) -> TokenLogprobs:
+    chosen, top = wire
+    return TokenLogprobs(chosen, tuple((token, value) for token, value in top))
