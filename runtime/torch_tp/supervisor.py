@@ -229,6 +229,7 @@ class Supervisor:
         self._version = 0
         self._plan_wishes: tuple[LayerPlans, ...] | None = None
         self._lost: list[LostRank] = []
+        self._dying: list[subprocess.Popen[bytes]] = []
         self._joining: tuple[int, ...] = ()
         self._needs_regroup = False
         self._keeps_kv = False
@@ -375,6 +376,7 @@ class Supervisor:
             self._tear_down()
 
     def _watch(self, now: float) -> None:
+        self._dying = [process for process in self._dying if process.poll() is None]
         stepping = Kind.DONE in self._rounds or Kind.CONFIGURED in self._rounds
         waiting = {worker for order in self._rounds.values() for worker in order.waiting}
         for link in self._links:
@@ -543,7 +545,8 @@ class Supervisor:
             link.connection.close()
             link.connection = None
         if link.process is not None:
-            _kill(link.process)
+            link.process.send_signal(signal.SIGKILL)  # also ends a stopped process; reaped by the watch, nobody waits for it here
+            self._dying.append(link.process)
             link.process = None
         self._lost.append(LostRank(link.worker, kind, detail, self._now_s()))
         logger.warning("rank lost worker=%d kind=%s epoch=%d detail=%s", link.worker, kind.name, self.epoch, detail)
@@ -654,7 +657,7 @@ class Supervisor:
         return "", 0
 
     def _segment_names(self, domains: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
-        return tuple(f"ballast-{self.token[:8]}-e{self.epoch}-{index}" for index in range(len(domains)))
+        return tuple(segment_name(self.epoch, f"domain{index}") for index in range(len(domains)))
 
     def _on_configured(self, answers: dict[int, Configured]) -> GroupChange:
         change = GroupChange(
@@ -715,7 +718,8 @@ class Supervisor:
             self._lose(link, FailureKind.RANK_KILLED, f"connection failed: {error}")
             return
         if not data:
-            self._lose(link, FailureKind.RANK_KILLED, _ending(link.process))
+            code = None if link.process is None else link.process.poll()
+            self._lose(link, FailureKind.RANK_KILLED, "connection closed" if code is None else f"exit code {code}")
             return
         for message in messages:
             self._on_message(link, message)
@@ -813,6 +817,8 @@ class Supervisor:
             if link.connection is not None:
                 self._send(link, Message(Kind.DIE, self.epoch))
         deadline_s = time.monotonic() + self.settings.stop_deadline_s
+        for process in self._dying:
+            _kill(process)
         for link in self._links:
             if link.process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -851,9 +857,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             process.wait(1.0)
 
 
-def _ending(process: subprocess.Popen[bytes] | None) -> str:
-    if process is None:
-        return "connection closed"
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(0.02)  # the socket ends a moment before the exit code is there
-    return "connection closed" if process.returncode is None else f"exit code {process.returncode}"
+def segment_name(epoch: int, what: str) -> str:
+    """As `communicators.segments` wants it, which cannot be imported here (torch): with this process's pid and start time, so that what a
+    dead controller left can be told from what a living one uses."""
+    pid = os.getpid()
+    ticks = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]
+    return f"ballast-{pid}-{ticks}-e{epoch}-{what}"

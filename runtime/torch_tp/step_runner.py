@@ -1,0 +1,204 @@
+"""What a rank computes: carries out step commands on its model, keeps its slots and plans, and times itself.
+
+The process around it (socket, threads, epochs) is in `worker`; the arithmetic is in `model`, the choice of tokens in `sampling`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from envs.domain.plans import LayerPlans
+from runtime.torch_tp.checkpoint import open_checkpoint
+from runtime.torch_tp.communicators.interface import Communicator, Pending, build_communicator
+from runtime.torch_tp.emulation import SlowDown
+from runtime.torch_tp.liveness import Phase, Slot
+from runtime.torch_tp.model import Slice, TpModel
+from runtime.torch_tp.orders import Configuration, Loaded, LoadOrder, StepDone
+from runtime.torch_tp.sampling import SampledTokens, SamplingState, sample
+from runtime.torch_tp.steps import SliceCommand, SlotTokens, StepCommand, tokens_to_wire
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class WatchedCommunicator:
+    """A communicator whose every collective shows as waiting on the rank's slot, and ends the stretch of an emulated device."""
+
+    def __init__(self, inner: Communicator, slot: Slot, slow_down: SlowDown) -> None:
+        self._inner = inner
+        self._slot = slot
+        self._slow_down = slow_down
+        self.rank, self.size = inner.rank, inner.size
+
+    def _before(self) -> None:
+        self._slow_down.end()
+        self._slot.tick()
+        self._slot.enter(Phase.WAITING)
+
+    def _after(self) -> None:
+        self._slot.enter(Phase.COMPUTING)
+        self._slow_down.begin()
+
+    def all_reduce(self, tensor: torch.Tensor, *, urgent: bool = False) -> None:
+        self._before()
+        self._inner.all_reduce(tensor, urgent=urgent)
+        self._after()
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        self._slow_down.end()
+        self._slot.tick()
+        return self._inner.start_all_reduce(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._before()
+        parts = self._inner.all_gather(tensor)
+        self._after()
+        return parts
+
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self._inner.exchange(sends, receives)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class StepRunner:
+    """One rank's model and slots. Used from the worker's main thread; `prepare` from another."""
+
+    def __init__(self, worker: int, order: LoadOrder, slot: Slot) -> None:
+        began_s = time.perf_counter()
+        torch.set_num_threads(order.threads)
+        self._worker = worker
+        self._order = order
+        self._slot = slot
+        self._slow_down = SlowDown(order.slow_factor)
+        self._checkpoint = open_checkpoint(order.model)
+        self._model: TpModel | None = None
+        self._communicator: Communicator | None = None
+        self._states: dict[int, SamplingState] = {}
+        self._is_lowest = False
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.loaded = Loaded(time.perf_counter() - began_s, self._checkpoint.config.to_spec(), memory_bytes)
+
+    @property
+    def model(self) -> TpModel:
+        if self._model is None:
+            raise RuntimeError("no group yet: a step before CONFIGURE")
+        return self._model
+
+    # --- epochs and plans ---------------------------------------------------------------------------------------------------
+
+    def configure(self, epoch: int, order: Configuration, is_current: Callable[[], bool]) -> None:
+        """Leave the old group, join the new one, and hold the KV that stays valid. Raises: PeerLost, CollectiveTimeout."""
+        if self._communicator is not None:
+            self._communicator.close()
+        inner = build_communicator(
+            order.communicator,
+            epoch=epoch,
+            rank=self._worker,
+            members=order.members,
+            domains=order.domains,
+            store_address=(order.store_host, order.store_port) if order.store_port else None,
+            segment_names=order.segment_names,
+            deadline_s=order.deadline_s,
+            is_alive=is_current,
+            torch_device=self._order.device,
+        )
+        self._communicator = WatchedCommunicator(inner, self._slot, self._slow_down)
+        self._is_lowest = order.members[0] == self._worker
+        model = self._model = TpModel(
+            self._checkpoint,
+            self._communicator,
+            device=self._order.device,
+            dtype=DTYPES[self._order.dtype],
+            rank=order.members.index(self._worker),
+            kv_tokens_max=self._order.kv_tokens_max,
+            slots_max=self._order.slots_max,
+        )
+        model.on_layer = lambda _: self._slot.tick()
+        self._states.clear()
+        for plan in order.plans:
+            model.use_plan(plan)
+
+    def drop_plan(self, version: int) -> None:
+        self.model.drop_plan(version)
+
+    def prepare(self, order: Any) -> Any:
+        raise NotImplementedError
+
+    def switch(self, version: int) -> Any:
+        raise NotImplementedError
+
+    def profile(self, order: Any) -> Any:
+        raise NotImplementedError
+
+    # --- steps --------------------------------------------------------------------------------------------------------------
+
+    def step(self, wire: Sequence[Any]) -> StepDone:
+        """Carry out a step command, in the order that `steps` states."""
+        began_s, slept_s = time.perf_counter(), self._slow_down.slept_s
+        command = StepCommand.from_wire(wire)
+        self._change_slots(command)
+        compute_s = communication_s = stall_s = 0.0
+        chosen: dict[int, list[int]] = {slot: [] for slot in command.sampled_slots}
+        logprobs: dict[int, list[Any]] = {slot: [] for slot in command.sampled_slots}
+        slices = command.slices
+        for _ in range(command.decode_steps if slices else 0):
+            self._slow_down.begin()
+            sampled = self._forward(slices)
+            timings = self.model.timings
+            compute_s += timings.compute_s
+            communication_s += timings.communication_wait_s
+            stall_s += timings.memory_stall_s
+            for slot, token, item in zip(command.sampled_slots, sampled.tokens, sampled.logprobs, strict=True):
+                chosen[slot].append(token)
+                if item is not None:
+                    logprobs[slot].append(item)
+            if sampled.has_stopped or command.decode_steps == 1:
+                break
+            slices = [
+                SliceCommand(part.slot, part.request_id, part.plan_version, (chosen[part.slot][-1],), part.start + len(chosen[part.slot]), True)
+                for part in command.slices
+            ]
+        emulated_s = self._slow_down.slept_s - slept_s
+        communication_s = max(communication_s - emulated_s, 0.0)  # what was slept before a collective is no waiting for others
+        compute_s += emulated_s
+        host_s = max(time.perf_counter() - began_s - compute_s - communication_s - stall_s, 0.0)
+        tokens = [SlotTokens(slot, tuple(ids), tuple(logprobs[slot])) for slot, ids in chosen.items()] if self._is_lowest else []
+        return StepDone(tokens_to_wire(tokens), compute_s, stall_s, communication_s, host_s, emulated_s)
+
+    def _change_slots(self, command: StepCommand) -> None:
+        kv = self.model.kv
+        for slot in command.releases:
+            kv.release(slot)
+            self._states.pop(slot, None)
+        for new in command.new_slots:
+            if new.keeps_tokens:
+                kv.truncate(new.slot, new.keeps_tokens)
+                kv.grow(new.slot, new.tokens_max)
+            else:
+                kv.allocate(new.slot, new.plan_version, new.tokens_max)
+            self._states[new.slot] = SamplingState(new, self.model.config.vocabulary)
+        for growth in command.growths:
+            kv.grow(growth.slot, growth.tokens_max)
+        for copy in command.prefix_copies:
+            kv.copy_prefix(copy.source, copy.target, copy.tokens)
+
+    def _forward(self, parts: Sequence[SliceCommand]) -> SampledTokens:
+        slices = [Slice(part.slot, part.plan_version, part.tokens, part.start, part.wants_sample) for part in parts]
+        logits = self.model.forward(slices)
+        sampled = [part for part in parts if part.wants_sample]
+        if not sampled:
+            self._slow_down.end()
+            return SampledTokens((), (), False)
+        return sample(
+            logits,
+            self.model.share().vocabulary,
+            self.model.communicator,
+            [self._states[part.slot] for part in sampled],
+            [part.start + len(part.tokens) for part in sampled],
+        )
