@@ -5,6 +5,7 @@ The process around it (socket, threads, epochs) is in `worker`; the arithmetic i
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -12,17 +13,20 @@ from typing import Any
 
 import torch
 
-from envs.domain.plans import LayerPlans
+from envs.decision.layer_cuts import layer_plans
 from runtime.torch_tp.checkpoint import open_checkpoint
 from runtime.torch_tp.communicators.interface import Communicator, Pending, build_communicator
+from runtime.torch_tp.communicators.serial import SerialCommunicator
 from runtime.torch_tp.emulation import SlowDown
 from runtime.torch_tp.liveness import Phase, Slot
 from runtime.torch_tp.model import Slice, TpModel
 from runtime.torch_tp.orders import Configuration, Loaded, LoadOrder, StepDone
 from runtime.torch_tp.sampling import SampledTokens, SamplingState, sample
-from runtime.torch_tp.steps import SliceCommand, SlotTokens, StepCommand, tokens_to_wire
+from runtime.torch_tp.requests import SamplingSettings
+from runtime.torch_tp.steps import NewSlot, SliceCommand, SlotTokens, StepCommand, tokens_to_wire
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WARM_UP_SLOT = NewSlot(0, "warm-up", 0, 16, 0, SamplingSettings())
 
 
 class WatchedCommunicator:
@@ -81,8 +85,32 @@ class StepRunner:
         self._communicator: Communicator | None = None
         self._states: dict[int, SamplingState] = {}
         self._is_lowest = False
+        self._warm_up()
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.loaded = Loaded(time.perf_counter() - began_s, self._checkpoint.config.to_spec(), memory_bytes)
+
+    def _warm_up(self) -> None:
+        """Run one token alone, so that no step pays for imports, compilers and the first reading of the weights."""
+        if self._order.device == "cpu":
+            importlib.import_module("runtime.torch_tp.communicators.shared_memory")
+        spec = self._checkpoint.config.to_spec()
+        model = self._new_model(SerialCommunicator(), 0, 16, 1)
+        model.use_plan(layer_plans(spec, [1.0]))
+        model.kv.allocate(0, 0, 16)
+        for tokens, start in (((0, 0, 0), 0), ((0,), 3)):
+            logits = model.forward([Slice(0, 0, tokens, start)])
+        sample(logits, model.share().vocabulary, model.communicator, [SamplingState(_WARM_UP_SLOT, spec.vocabulary)], [4])
+
+    def _new_model(self, communicator: Communicator, rank: int, kv_tokens_max: int, slots_max: int) -> TpModel:
+        return TpModel(
+            self._checkpoint,
+            communicator,
+            device=self._order.device,
+            dtype=DTYPES[self._order.dtype],
+            rank=rank,
+            kv_tokens_max=kv_tokens_max,
+            slots_max=slots_max,
+        )
 
     @property
     def model(self) -> TpModel:
@@ -110,15 +138,8 @@ class StepRunner:
         )
         self._communicator = WatchedCommunicator(inner, self._slot, self._slow_down)
         self._is_lowest = order.members[0] == self._worker
-        model = self._model = TpModel(
-            self._checkpoint,
-            self._communicator,
-            device=self._order.device,
-            dtype=DTYPES[self._order.dtype],
-            rank=order.members.index(self._worker),
-            kv_tokens_max=self._order.kv_tokens_max,
-            slots_max=self._order.slots_max,
-        )
+        rank = order.members.index(self._worker)
+        model = self._model = self._new_model(self._communicator, rank, self._order.kv_tokens_max, self._order.slots_max)
         model.on_layer = lambda _: self._slot.tick()
         self._states.clear()
         for plan in order.plans:
