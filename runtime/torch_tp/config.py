@@ -40,6 +40,8 @@ class RopeSettings:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    frequency_divisors: tuple[float, ...] = ()
+    """Per pair of numbers, on top of `kind`; GGUF files carry Llama 3.1's scaling this way."""
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
@@ -109,7 +111,7 @@ def read_config(folder: Path) -> ModelConfig:
     """`config.json` (and `generation_config.json`, for further end tokens) of a Hugging Face directory."""
     content = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
-    return config_of(content, folder.name, read_json(generation) if generation.exists() else {})
+    return config_of(content, str(content.get("model_name", folder.name)), read_json(generation) if generation.exists() else {})
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -206,4 +208,12 @@ def _rope(content: dict[str, Any], name: str) -> RopeSettings:
         if stated.get(field) is not None
     }
     factor = float(stated.get("factor") or 1.0)
-    return RopeSettings(theta, kind, factor, int(original or context), truncate=bool(stated.get("truncate", True)), **optional)
+    return RopeSettings(
+        theta,
+        kind,
+        factor,
+        int(original or context),
+        truncate=bool(stated.get("truncate", True)),
+        frequency_divisors=tuple(stated.get("frequency_divisors", ())),
+        **optional,
+    )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from runtime.torch_tp.config import CheckpointError
-from runtime.torch_tp.safetensors_file import write_float32
+from runtime.torch_tp.safetensors_writer import write_float32
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ LAYER_TENSORS: dict[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+ROPE_DIVISORS = "rope_freqs.weight"
 MODEL_TENSORS: dict[str, str] = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -102,11 +103,27 @@ def convert(path: Path, folder: Path) -> None:
     except (ValueError, OSError, IndexError, KeyError) as error:
         raise CheckpointError(f"{path}: not a readable GGUF file ({type(error).__name__}: {error})") from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    config = hf_config(fields, {tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in reader.tensors}, path)
+    config = hf_config(fields, {tensor.name: _shape(tensor) for tensor in reader.tensors}, path)
+    for tensor in reader.tensors:
+        if tensor.name == ROPE_DIVISORS:  # Llama 3.1 and later: the stretched frequencies, already worked out
+            config["rope_parameters"] = {"rope_theta": config["rope_theta"], "frequency_divisors": tensor.data.astype(float).tolist()}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    _write_tokenizer(fields, path, folder)
     _write_weights(reader, config, path, folder / "model.safetensors")
     logger.info("converted path=%s took_s=%.1f", path, time.monotonic() - started_s)
+
+
+def _write_tokenizer(fields: dict[str, Any], path: Path, folder: Path) -> None:
+    from runtime.torch_tp.gguf_tokenizer import gguf_tokenizer
+
+    try:
+        tokenizer, settings = gguf_tokenizer(fields)
+    except CheckpointError as error:  # the weights are of use without it; loading the tokenizer says what is missing
+        logger.warning("no tokenizer path=%s reason=%s", path, error)
+        return
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
 def hf_config(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path) -> dict[str, Any]:
@@ -123,6 +140,7 @@ def hf_config(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: 
 
     heads, hidden = int(field("attention.head_count")), int(field("embedding_length"))
     config: dict[str, Any] = {
+        "model_name": path.stem,
         "model_type": ARCHITECTURES[architecture],
         "hidden_size": hidden,
         "num_hidden_layers": int(field("block_count")),
@@ -154,11 +172,16 @@ def _rope_scaling(fields: dict[str, Any], architecture: str, path: Path) -> dict
     return scaling | ({"original_max_position_embeddings": int(original)} if original else {})
 
 
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Outermost first; GGUF counts the other way."""
+    return tuple(int(n) for n in reversed(tensor.shape))
+
+
 def _write_weights(reader: Any, config: dict[str, Any], path: Path, target: Path) -> None:
     from gguf.quants import dequantize
 
-    named = {_hf_name(tensor.name, path): tensor for tensor in reader.tensors if tensor.name not in ("rope_freqs.weight",)}
-    shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in named.items()}
+    named = {_hf_name(tensor.name, path): tensor for tensor in reader.tensors if tensor.name != ROPE_DIVISORS}
+    shapes = {name: _shape(tensor) for name, tensor in named.items()}
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, tensor in named.items():

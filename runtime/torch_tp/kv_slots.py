@@ -57,9 +57,8 @@ class SlotKv:
         if tokens_max < 1:
             raise ValueError(f"slot {slot}: tokens_max={tokens_max} must be at least 1")
         if len(self._slots) >= self._slots_max or tokens_max > self.tokens_free:
-            raise KvFull(
-                f"no room for slot {slot} of {tokens_max} tokens: {self.tokens_free} tokens and {self._slots_max - len(self._slots)} slots are free"
-            )
+            slots_free = self._slots_max - len(self._slots)
+            raise KvFull(f"no room for slot {slot} of {tokens_max} tokens: {self.tokens_free} tokens and {slots_free} slots are free")
         heads = self._plans[plan_version]
         layers = [torch.empty((2, h.width, tokens_max, self._head_dim), dtype=self._dtype, device=self._device) for h in heads]
         self._slots[slot] = _Slot(plan_version, heads, tokens_max, layers, pairs=[(layer[0], layer[1]) for layer in layers])

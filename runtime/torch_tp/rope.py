@@ -46,6 +46,8 @@ def inverse_frequencies(rope: RopeSettings, dim: int, length: int | None = None)
     if rope.kind == "dynamic" and length is not None and length > rope.original_tokens:
         theta *= (rope.factor * length / rope.original_tokens - (rope.factor - 1)) ** (dim / (dim - 2))
     plain = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+    if rope.frequency_divisors:
+        plain = plain / torch.tensor(rope.frequency_divisors)
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "llama3":

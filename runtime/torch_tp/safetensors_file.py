@@ -1,4 +1,4 @@
-"""safetensors files as memory-mapped views, and a writer that streams tensors one by one.
+"""safetensors files as memory-mapped views.
 
 The `safetensors` package reads whole tensors; here every rank views the same mapped pages, so a weight exists once per host
 and any slice of it is free.
@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +19,6 @@ from runtime.torch_tp.config import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 HEADER_BYTES_MAX = 100_000_000
-ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +87,3 @@ def _entry(value: dict[str, object], data_start: int) -> TensorEntry:
     if offsets[1] - offsets[0] != entry.bytes:
         raise ValueError(f"a tensor of shape {shape} and {dtype} needs {entry.bytes} bytes, data_offsets give {offsets[1] - offsets[0]}")
     return entry
-
-
-def write_float32(path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write `tensors` (in the order of `shapes`) as float32, holding one at a time; each starts on a 64-byte boundary."""
-    header: dict[str, object] = {}
-    offset = 0
-    for name, shape in shapes.items():
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + 4 * prod(shape)]}
-        offset += -(-4 * prod(shape) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for (name, shape), (got, array) in zip(shapes.items(), tensors, strict=True):
-            assert name == got and array.shape == shape and array.dtype == np.float32
-            file.write(np.ascontiguousarray(array).data)
-            file.write(b"\0" * (-file.tell() % ALIGNMENT_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def files_in(folder: Path) -> Iterator[Path]:
-    yield from sorted(folder.glob("*.safetensors"))
