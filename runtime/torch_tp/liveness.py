@@ -6,6 +6,7 @@ host sends the same words by its socket. What follows from a suspicion is the su
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Mapping
@@ -73,10 +74,8 @@ class ProgressPage:
 
     def close(self) -> None:
         self._words.release()
-        try:
+        with contextlib.suppress(BufferError):  # a slot is still held somewhere; the memory goes with the process
             self._map.close()
-        except BufferError:  # a slot is still held somewhere; the memory goes with the process
-            pass
         os.close(self.file_descriptor)
 
 

@@ -64,36 +64,42 @@ class Configured:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """What a worker had to fetch to be ready for a plan, and how long it took. weight_bytes is 0 inside the overlap."""
+class PrepareOrder:
+    """Get ready for a switch while steps go on. plan: a new one to hold ready; None: none. moves: slots whose KV is to be copied ahead,
+    to where plan version `to_version`, live already, wants it."""
 
+    plan: LayerPlans | None = None
+    moves: tuple[int, ...] = ()
+    to_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What getting ready took. moves: the slots of the order whose copies found room; the same on every rank. weight_bytes is 0 where
+    ranks hold the checkpoint mapped; kv_bytes: received from other ranks."""
+
+    moves: tuple[int, ...]
     weight_bytes: int
     kv_bytes: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class MoveOrder:
-    """Get ready for `plan`. moves_slots: slots of plan `from_version` whose KV is to follow (empty: requests keep theirs)."""
+class SwitchOrder:
+    """From the next step on: use the prepared plan (if `uses_plan`), and the copies of the slots `moves`, brought up to date first. Copies
+    of other slots are dropped, as is a prepared plan that is not to be used: so an order with neither undoes a PREPARE."""
 
-    plan: LayerPlans
-    from_version: int
-    moves_slots: tuple[int, ...]
+    uses_plan: bool = False
+    moves: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """kv_bytes: KV that had to move while nothing ran; seconds: the pause."""
+    """moves: slots that now lie by the new plan (not those given up or refilled since the PREPARE); the same on every rank. kv_bytes:
+    received while nothing ran; seconds: the pause."""
 
+    moves: tuple[int, ...]
     kv_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class OperationTime:
-    """Busy seconds of one operation in a step; units: head-tokens or column-tokens it covered, for rates."""
-
-    name: str
     seconds: float
 
 

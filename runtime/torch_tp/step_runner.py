@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from envs.decision.layer_cuts import layer_plans
+from envs.domain.plans import LayerPlans
 from runtime.torch_tp.checkpoint import open_checkpoint
 from runtime.torch_tp.communicators.interface import Communicator, Pending, build_communicator
 from runtime.torch_tp.communicators.serial import SerialCommunicator
 from runtime.torch_tp.emulation import SlowDown
+from runtime.torch_tp.kv_mover import KvMover
 from runtime.torch_tp.liveness import Phase, Slot
 from runtime.torch_tp.model import Slice, TpModel
-from runtime.torch_tp.orders import Configuration, Loaded, LoadOrder, StepDone
-from runtime.torch_tp.sampling import SampledTokens, SamplingState, sample
+from runtime.torch_tp.orders import Configuration, Loaded, LoadOrder, Prepared, PrepareOrder, StepDone, Switched, SwitchOrder
 from runtime.torch_tp.requests import SamplingSettings
+from runtime.torch_tp.resplit import kv_moves
+from runtime.torch_tp.sampling import SampledTokens, SamplingState, sample
 from runtime.torch_tp.steps import NewSlot, SliceCommand, SlotTokens, StepCommand, tokens_to_wire
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,6 +89,12 @@ class StepRunner:
         self._model: TpModel | None = None
         self._communicator: Communicator | None = None
         self._states: dict[int, SamplingState] = {}
+        self._plans: dict[int, LayerPlans] = {}
+        self._room: dict[int, int] = {}  # tokens_max by slot
+        self._generations: dict[int, int] = {}
+        self._slot_lock = threading.Lock()
+        self._mover: KvMover | None = None
+        self._prepared_plan: LayerPlans | None = None
         self._is_lowest = False
         self._warm_up()
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -139,20 +150,68 @@ class StepRunner:
         self._communicator = WatchedCommunicator(inner, self._slot, self._slow_down)
         self._is_lowest = order.members[0] == self._worker
         rank = order.members.index(self._worker)
-        model = self._model = self._new_model(self._communicator, rank, self._order.kv_tokens_max, self._order.slots_max)
+        spare = min(self._checkpoint.config.context_tokens, self._order.kv_tokens_max)  # so that one slot at least can move
+        model = self._model = self._new_model(self._communicator, rank, self._order.kv_tokens_max + spare, 2 * self._order.slots_max)
         model.on_layer = lambda _: self._slot.tick()
         self._states.clear()
+        self._room.clear()
+        self._mover = self._prepared_plan = None
+        self._plans = {plan.version: plan for plan in order.plans}
         for plan in order.plans:
             model.use_plan(plan)
 
     def drop_plan(self, version: int) -> None:
         self.model.drop_plan(version)
+        self._plans.pop(version)
 
-    def prepare(self, order: Any) -> Any:
-        raise NotImplementedError
+    def prepare(self, order: PrepareOrder) -> Callable[[], Prepared]:
+        """Note what is to move at this very step; returns the rest of the work, which any thread may do beside further steps."""
+        self._drop_prepared()
+        began_s = time.perf_counter()
+        model, mover = self.model, None
+        slots: tuple[int, ...] = ()
+        if order.moves:
+            # of one plan, the oldest: the batcher says so, and a store refuses heads that a slot does not hold
+            moves = kv_moves(next(iter(self._plans.values())), self._plans[order.to_version], model.config.to_spec())
+            assert self._communicator is not None
+            mover = self._mover = KvMover(
+                model.kv, self._communicator, moves, model.config.layers, model.config.head_dim, model.dtype, model.device,
+                self._slot_lock, lambda slot: self._generations.get(slot, 0),
+            )  # fmt: skip
+            slots = mover.begin(order.moves, lambda slot: self._order.slots_max + slot, order.to_version, lambda slot: self._room[slot])
+        self._prepared_plan = order.plan
 
-    def switch(self, version: int) -> Any:
-        raise NotImplementedError
+        def work() -> Prepared:
+            if mover is not None:
+                mover.copy_ahead()
+            received = 0 if mover is None else mover.received_bytes
+            return Prepared(slots, 0, received, time.perf_counter() - began_s)
+
+        return work
+
+    def switch(self, order: SwitchOrder) -> Switched:
+        """Put into force what was prepared, as far as the order says so."""
+        began_s = time.perf_counter()
+        moved: tuple[int, ...] = ()
+        received = 0
+        if self._mover is not None:
+            received = -self._mover.received_bytes
+            moved = self._mover.finish(order.moves)
+            received += self._mover.received_bytes
+            self._mover = None
+        if order.uses_plan:
+            if self._prepared_plan is None:
+                raise RuntimeError("SWITCH to a plan that was never prepared in this epoch")
+            self.model.use_plan(self._prepared_plan)
+            self._plans[self._prepared_plan.version] = self._prepared_plan
+        self._prepared_plan = None
+        return Switched(moved, received, time.perf_counter() - began_s)
+
+    def _drop_prepared(self) -> None:
+        if self._mover is not None:
+            self._mover.finish(())
+            self._mover = None
+        self._prepared_plan = None
 
     def profile(self, order: Any) -> Any:
         raise NotImplementedError
@@ -181,10 +240,7 @@ class StepRunner:
                     logprobs[slot].append(item)
             if sampled.has_stopped or command.decode_steps == 1:
                 break
-            slices = [
-                SliceCommand(part.slot, part.request_id, part.plan_version, (chosen[part.slot][-1],), part.start + len(chosen[part.slot]), True)
-                for part in command.slices
-            ]
+            slices = [replace(part, tokens=(chosen[part.slot][-1],), start=part.start + len(chosen[part.slot])) for part in command.slices]
         emulated_s = self._slow_down.slept_s - slept_s
         communication_s = max(communication_s - emulated_s, 0.0)  # what was slept before a collective is no waiting for others
         compute_s += emulated_s
@@ -194,20 +250,30 @@ class StepRunner:
 
     def _change_slots(self, command: StepCommand) -> None:
         kv = self.model.kv
-        for slot in command.releases:
-            kv.release(slot)
-            self._states.pop(slot, None)
-        for new in command.new_slots:
-            if new.keeps_tokens:
-                kv.truncate(new.slot, new.keeps_tokens)
-                kv.grow(new.slot, new.tokens_max)
-            else:
-                kv.allocate(new.slot, new.plan_version, new.tokens_max)
-            self._states[new.slot] = SamplingState(new, self.model.config.vocabulary)
-        for growth in command.growths:
-            kv.grow(growth.slot, growth.tokens_max)
-        for copy in command.prefix_copies:
-            kv.copy_prefix(copy.source, copy.target, copy.tokens)
+        with self._slot_lock:  # a mover may be reading slots
+            for slot in command.releases:
+                kv.release(slot)
+                self._states.pop(slot, None)
+                self._room.pop(slot, None)
+                self._generations[slot] = self._generations.get(slot, 0) + 1
+            for new in command.new_slots:
+                self._generations[new.slot] = self._generations.get(new.slot, 0) + 1
+                if new.keeps_tokens:
+                    kv.truncate(new.slot, new.keeps_tokens)
+                    self._grow(new.slot, new.tokens_max)
+                else:
+                    kv.allocate(new.slot, new.plan_version, new.tokens_max)
+                    self._room[new.slot] = new.tokens_max
+                self._states[new.slot] = SamplingState(new, self.model.config.vocabulary)
+            for growth in command.growths:
+                self._grow(growth.slot, growth.tokens_max)
+            for copy in command.prefix_copies:
+                kv.copy_prefix(copy.source, copy.target, copy.tokens)
+
+    def _grow(self, slot: int, tokens_max: int) -> None:
+        if tokens_max > self._room[slot]:
+            self.model.kv.grow(slot, tokens_max)
+            self._room[slot] = tokens_max
 
     def _forward(self, parts: Sequence[SliceCommand]) -> SampledTokens:
         slices = [Slice(part.slot, part.plan_version, part.tokens, part.start, part.wants_sample) for part in parts]

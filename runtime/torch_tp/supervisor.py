@@ -40,7 +40,11 @@ from runtime.torch_tp.orders import (
     Hello,
     Loaded,
     LoadOrder,
+    Prepared,
+    PrepareOrder,
     StepDone,
+    Switched,
+    SwitchOrder,
 )
 from runtime.torch_tp.protocol import (
     PROTOCOL_VERSION,
@@ -148,6 +152,7 @@ class SupervisorSettings:
     collective_deadline_s: float = 30.0
     step_deadline_s: float = 300.0
     configure_deadline_s: float = 20.0
+    prepare_deadline_s: float = 60.0
     stop_deadline_s: float = 2.0
     listen_host: str | None = None
     listen_port: int = 0
@@ -303,6 +308,51 @@ class Supervisor:
         """
         return self._ask(lambda future: self._begin_step(command, future), self.settings.step_deadline_s)
 
+    def next_plan(self, shares: Sequence[float] | None = None, **cuts: Any) -> LayerPlans:
+        """A plan of the next version over the members, by `shares` (None: their speeds); `cuts` as in `layer_cuts.layer_plans`."""
+        if self.model_spec is None:
+            raise GroupGone("no group stands yet, so there is nothing to plan for")
+        self._version += 1
+        weights = [self._links[worker].settings.speed for worker in self.members] if shares is None else shares
+        return layer_plans(self.model_spec, weights, version=self._version, **cuts)
+
+    def prepare(self, order: PrepareOrder) -> Future[Prepared]:
+        """Have every rank get ready for a switch, beside the steps. The future ends in GroupError where a rank cannot."""
+        future: Future[Prepared] = Future()
+        self._post(lambda: self._order(Kind.PREPARE, order, future, _slowest_prepared, self.settings.prepare_deadline_s), future)
+        return future
+
+    def switch(self, order: SwitchOrder, plan: LayerPlans | None = None) -> Switched:
+        """Put what was prepared into force, between two steps; `plan` is the one that `order` uses.
+
+        Raises: GroupRebuilt when a rank was lost in it, like `step`. GroupError when it could not be done and nothing has changed.
+        """
+
+        def finish(answers: dict[int, Switched]) -> Switched:
+            if order.uses_plan and plan is not None:
+                self.plans = (*self.plans, plan)
+            moved = answers[min(answers)].moves
+            return Switched(moved, sum(answer.kv_bytes for answer in answers.values()), max(answer.seconds for answer in answers.values()))
+
+        def begin(future: Future[Any]) -> None:
+            self._raise_unreported()
+            self._order(Kind.SWITCH, order, future, finish, self.settings.step_deadline_s)
+
+        return self._ask(begin, self.settings.step_deadline_s)
+
+    def release_plan(self, version: int) -> None:
+        """Forget a plan that no slot uses any more, between two steps. Raises: ValueError for the newest or an unknown one."""
+
+        def begin(future: Future[None]) -> None:
+            if version not in [plan.version for plan in self.plans[:-1]]:
+                raise ValueError(f"plan version {version} is not an older live plan; live: {[plan.version for plan in self.plans]}")
+            self.plans = tuple(plan for plan in self.plans if plan.version != version)
+            for link in self._members():
+                self._send(link, Message(Kind.RELEASE, self.epoch, version))
+            future.set_result(None)
+
+        self._ask(begin, self.settings.configure_deadline_s)
+
     def respawn(self, worker: int) -> None:
         """Start a lost worker again; once it is loaded it shows in `spares`. Raises: ValueError while it still runs."""
         self._ask(lambda future: self._respawn(worker, future), self.settings.start_deadline_s)
@@ -329,12 +379,17 @@ class Supervisor:
 
     def _ask(self, begin: Callable[[Future[Any]], None], deadline_s: float) -> Any:
         future: Future[Any] = Future()
+        self._post(lambda: begin(future), future)
+        return future.result(deadline_s + 30.0)
+
+    def _post(self, act: Callable[[], None], future: Future[Any]) -> None:
+        """Have the loop's thread do `act`; what it raises goes to `future`."""
 
         def run() -> None:
             try:
                 if self._gone is not None:
                     raise GroupGone(self._gone)
-                begin(future)
+                act()
             except Exception as error:
                 if not future.done():
                     future.set_exception(error)
@@ -343,7 +398,6 @@ class Supervisor:
             raise GroupGone("the supervisor is closed")
         self._posted.append(run)
         self._wake()
-        return future.result(deadline_s + 30.0)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -560,7 +614,8 @@ class Supervisor:
         self._page.epoch_min = self.epoch + 1
         for link in self._members():
             self._send(link, Message(Kind.FENCE, self.epoch + 1))
-        for kind in (Kind.CONFIGURED, Kind.READY, Kind.SWITCHED):
+        # a step or switch under way ends in GroupRebuilt once the next group stands
+        for kind in (Kind.CONFIGURED, Kind.READY, Kind.PROFILE):
             order = self._rounds.pop(kind, None)
             if order is not None and not order.future.done():
                 order.future.set_exception(GroupError("a rank was lost meanwhile; the order was not carried out"))
@@ -629,9 +684,7 @@ class Supervisor:
         for link in links:
             link.standing = _Standing.MEMBER
         configuration = self._configuration(links)
-        order = _Round(
-            Kind.CONFIGURED, set(members), Future(), self._on_configured, self._now_s() + self.settings.configure_deadline_s
-        )
+        order = _Round(Kind.CONFIGURED, set(members), Future(), self._on_configured, self._now_s() + self.settings.configure_deadline_s)
         self._rounds[Kind.CONFIGURED] = order
         for link in links:
             self._send(link, Message(Kind.CONFIGURE, self.epoch, self.plan.version, body=configuration))
@@ -660,9 +713,7 @@ class Supervisor:
         return tuple(segment_name(self.epoch, f"domain{index}") for index in range(len(domains)))
 
     def _on_configured(self, answers: dict[int, Configured]) -> GroupChange:
-        change = GroupChange(
-            self.epoch, self.members, tuple(self._lost), self._joining, self.plan, self._keeps_kv, self._now_s()
-        )
+        change = GroupChange(self.epoch, self.members, tuple(self._lost), self._joining, self.plan, self._keeps_kv, self._now_s())
         logger.info(
             "group stands epoch=%d members=%s plan_version=%d configure_s=%.4f",
             self.epoch, self.members, self.plan.version, max(answer.seconds for answer in answers.values()),
@@ -676,11 +727,11 @@ class Supervisor:
             self._started.set_result(change)
         elif not change.keeps_kv:
             error = GroupRebuilt(change, detail or "the group was rebuilt")
-            step = self._rounds.pop(Kind.DONE, None)
-            if step is None:
+            told = [self._rounds.pop(kind) for kind in (Kind.DONE, Kind.SWITCHED) if kind in self._rounds]
+            for order in told:
+                order.future.set_exception(error)
+            if not told:
                 self._unreported = error
-            else:
-                step.future.set_exception(error)
         self._on_change(change)
         return change
 
@@ -769,9 +820,7 @@ class Supervisor:
             self._send(link, Message(kind, self.epoch, plan_version or self.plan.version, step, body))
 
     def _begin_step(self, command: StepCommand, future: Future[StepResult]) -> None:
-        if self._unreported is not None:
-            error, self._unreported = self._unreported, None
-            raise error
+        self._raise_unreported()
         began_s = self._now_s()
         if self._needs_regroup or Kind.CONFIGURED in self._rounds:  # the rebuild under way ends this step as well
             self._rounds[Kind.DONE] = _Round(Kind.DONE, set(), future, lambda _: None, began_s + self.settings.step_deadline_s)
@@ -786,6 +835,11 @@ class Supervisor:
             return StepResult(command.step, tokens_from_wire(answers[min(answers)].tokens), timings, began_s, self._now_s())
 
         self._order(Kind.STEP, command.to_wire(), future, finish, self.settings.step_deadline_s, command.step)
+
+    def _raise_unreported(self) -> None:
+        if self._unreported is not None:
+            error, self._unreported = self._unreported, None
+            raise error
 
     def _send(self, link: _Link, message: Message) -> None:
         if link.connection is None:
@@ -846,7 +900,24 @@ _ANSWERS = {
     Kind.SWITCH: Kind.SWITCHED,
     Kind.PROFILE: Kind.PROFILE,
 }
-_BODIES: dict[Kind, Any] = {Kind.DONE: StepDone, Kind.CONFIGURED: Configured, Kind.PROFILE: list[Any]}
+_BODIES: dict[Kind, Any] = {
+    Kind.DONE: StepDone,
+    Kind.CONFIGURED: Configured,
+    Kind.READY: Prepared,
+    Kind.SWITCHED: Switched,
+    Kind.PROFILE: list[Any],
+}
+
+
+def _slowest_prepared(answers: dict[int, Prepared]) -> Prepared:
+    """What getting ready took the group: bytes of all ranks, the time of the slowest."""
+    every = list(answers.values())
+    return Prepared(
+        every[0].moves,
+        sum(answer.weight_bytes for answer in every),
+        sum(answer.kv_bytes for answer in every),
+        max(answer.seconds for answer in every),
+    )
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

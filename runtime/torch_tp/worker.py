@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from runtime.torch_tp.liveness import BEAT_EVERY_S, Phase, ProgressPage, Slot
-from runtime.torch_tp.orders import Beat, Configuration, Configured, Failure, Hello, LoadOrder, MoveOrder
+from runtime.torch_tp.orders import Beat, Configuration, Configured, Failure, Hello, LoadOrder, PrepareOrder, SwitchOrder
 from runtime.torch_tp.parent_death import die_with_parent, has_parent
 from runtime.torch_tp.protocol import PROTOCOL_VERSION, FrameReader, Kind, Message, encode, receive, unpack
 
@@ -98,17 +98,9 @@ class Worker:
         if message.kind is Kind.FENCE:
             self._epoch_min = max(self._epoch_min, message.epoch)
             return
-        if message.kind is Kind.PREPARE and self._runner is not None:
-            # in a thread of its own, a bulk transfer's: steps go on meanwhile and a fence is still heard
-            threading.Thread(target=self._answer, args=(message, self._prepare), name="bulk", daemon=True).start()
-            return
         if self._inbox.qsize() >= INBOX_MAX:
             raise RuntimeError(f"{INBOX_MAX} messages wait for the main thread; the controller sends faster than it reads answers")
         self._inbox.put(message)
-
-    def _prepare(self, message: Message) -> Any:
-        assert self._runner is not None
-        return Kind.READY, self._runner.prepare(unpack(MoveOrder, message.body))
 
     # --- main thread --------------------------------------------------------------------------------------------------------
 
@@ -152,8 +144,13 @@ class Worker:
             return Kind.CONFIGURED, Configured(time.perf_counter() - began_s)
         if message.kind is Kind.STEP:
             return Kind.DONE, runner.step(message.body)
+        if message.kind is Kind.PREPARE:
+            work = runner.prepare(unpack(PrepareOrder, message.body))
+            # the copying in a thread of its own: steps go on meanwhile, and a fence is still heard
+            threading.Thread(target=self._answer, args=(message, lambda _: (Kind.READY, work())), name="bulk", daemon=True).start()
+            return None
         if message.kind is Kind.SWITCH:
-            return Kind.SWITCHED, runner.switch(message.plan_version)
+            return Kind.SWITCHED, runner.switch(unpack(SwitchOrder, message.body))
         if message.kind is Kind.RELEASE:
             runner.drop_plan(message.plan_version)
             return None
