@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -82,6 +82,26 @@ def moved_bytes_per_token(moves: Iterable[KvMove], model: ModelSpec) -> int:
     """Bytes that cross between ranks for each token of a slot that moves."""
     heads = sum(move.heads.width for move in moves if move.source != move.target)
     return round(heads * 2 * model.head_dim * NUMBER_BYTES[model.kv_dtype])
+
+
+def over_members(plan: LayerPlans, old_members: Sequence[int], new_members: Sequence[int]) -> LayerPlans:
+    """The same cuts for a group whose members changed: who joined has zero width, who left must have had none.
+
+    Raises: ValueError where a member with work would be left out.
+    """
+    gone = [index for index, member in enumerate(old_members) if member not in new_members]
+
+    def mapped(widths: tuple[int, ...]) -> tuple[int, ...]:
+        if any(widths[index] for index in gone):
+            raise ValueError(f"members {[old_members[index] for index in gone]} have work under plan version {plan.version}: {widths}")
+        by_member = dict(zip(old_members, widths, strict=True))
+        return tuple(by_member.get(member, 0) for member in new_members)
+
+    layers = tuple(
+        replace(cut, query_heads=mapped(cut.query_heads), mlp_blocks=mapped(cut.mlp_blocks), vocabulary_rows=mapped(cut.vocabulary_rows))
+        for cut in plan.layers
+    )
+    return LayerPlans(plan.version, layers)
 
 
 # --- whether it pays --------------------------------------------------------------------------------------------------------

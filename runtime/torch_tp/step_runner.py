@@ -28,6 +28,8 @@ from runtime.torch_tp.orders import Configuration, Loaded, LoadOrder, Prepared, 
 from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.resplit import kv_moves
 from runtime.torch_tp.sampling import SampledTokens, SamplingState, sample
+from runtime.torch_tp.shares import Interval
+from runtime.torch_tp.slot_records import SlotRecord
 from runtime.torch_tp.steps import NewSlot, SliceCommand, SlotTokens, StepCommand, tokens_to_wire
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -148,8 +150,13 @@ class StepRunner:
             torch_device=self._order.device,
         )
         self._communicator = WatchedCommunicator(inner, self._slot, self._slow_down)
-        self._is_lowest = order.members[0] == self._worker
         rank = order.members.index(self._worker)
+        self._is_lowest = rank == 0
+        if order.keeps_kv and self._model is not None and self._model.plan_versions:
+            self._drop_prepared()
+            self._model.communicator, self._model.rank = self._communicator, rank
+            self._plans = {plan.version: plan for plan in order.plans}
+            return
         spare = min(self._checkpoint.config.context_tokens, self._order.kv_tokens_max)  # so that one slot at least can move
         model = self._model = self._new_model(self._communicator, rank, self._order.kv_tokens_max + spare, 2 * self._order.slots_max)
         model.on_layer = lambda _: self._slot.tick()
@@ -159,6 +166,20 @@ class StepRunner:
         self._plans = {plan.version: plan for plan in order.plans}
         for plan in order.plans:
             model.use_plan(plan)
+        for record in order.slots:
+            self._take_over(record)
+
+    def _take_over(self, record: SlotRecord) -> None:
+        """Know a slot that the others filled before this rank joined; it holds none of its heads, only its length."""
+        new, kv = record.new, self.model.kv
+        kv.allocate(new.slot, new.plan_version, new.tokens_max)
+        if record.tokens:
+            config = self.model.config
+            nothing = torch.empty((2, 0, record.tokens, config.head_dim), dtype=self.model.dtype, device=self.model.device)
+            for layer in range(config.layers):
+                kv.import_(new.slot, layer, Interval(0, 0), 0, nothing)
+        self._room[new.slot] = new.tokens_max
+        self._states[new.slot] = SamplingState(new, self.model.config.vocabulary)
 
     def drop_plan(self, version: int) -> None:
         self.model.drop_plan(version)
@@ -262,6 +283,7 @@ class StepRunner:
                     kv.truncate(new.slot, new.keeps_tokens)
                     self._grow(new.slot, new.tokens_max)
                 else:
+                    kv.release(new.slot)  # what a batcher that began anew left there
                     kv.allocate(new.slot, new.plan_version, new.tokens_max)
                     self._room[new.slot] = new.tokens_max
                 self._states[new.slot] = SamplingState(new, self.model.config.vocabulary)

@@ -25,13 +25,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from envs.decision.detection import FailureKind
 from envs.decision.layer_cuts import layer_plans
 from envs.domain.plans import LayerPlans
 from envs.domain.specs import ModelSpec
 from runtime.torch_tp.liveness import Phase, ProgressPage, Reading, Slot, Watch, is_suspect, laggards, process_state
+from runtime.torch_tp.nursery import ForkedWorker, Nursery, worker_environment
 from runtime.torch_tp.orders import (
     Beat,
     Configuration,
@@ -56,12 +57,13 @@ from runtime.torch_tp.protocol import (
     tokens_match,
     unpack,
 )
+from runtime.torch_tp.resplit import over_members
+from runtime.torch_tp.slot_records import SlotRecords
 from runtime.torch_tp.steps import RankTimings, StepCommand, StepResult, tokens_from_wire
 from runtime.torch_tp.worker import TOKEN_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-PROJECT = Path(__file__).resolve().parents[2]
 WATCH_EVERY_S = 0.02
 IDLE_WATCH_EVERY_S = 0.05
 OUTGOING_BYTES_MAX = 64 * 2**20
@@ -70,7 +72,7 @@ REBUILDS_IN_A_ROW_MAX = 3
 BLAME_AFTER_S = 0.1
 """A rank that died shows by its socket within ms; if nobody did, a failed collective is nobody's death and the group is rebuilt whole."""
 
-Answer = TypeVar("Answer")
+Child = subprocess.Popen[bytes] | ForkedWorker
 
 
 class GroupError(RuntimeError):
@@ -175,7 +177,7 @@ class _Link:
     slot: Slot
     watch: Watch
     standing: _Standing = _Standing.ABSENT
-    process: subprocess.Popen[bytes] | None = None
+    process: Child | None = None
     connection: socket.socket | None = None
     reader: FrameReader = field(default_factory=FrameReader)
     outgoing: bytearray = field(default_factory=bytearray)
@@ -209,6 +211,7 @@ class Supervisor:
         ranks: Sequence[RankSettings],
         settings: SupervisorSettings | None = None,
         *,
+        nursery: Nursery | None = None,
         on_change: Callable[[GroupChange], None] = lambda change: None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -216,6 +219,7 @@ class Supervisor:
             raise ValueError("Supervisor: no ranks; give RankSettings for at least one")
         self.model = str(model)
         self.settings = settings or SupervisorSettings()
+        self._nursery = nursery
         self._on_change = on_change
         self._now_s = now_s
         self.token = self.settings.token or secrets.token_urlsafe(24)
@@ -234,7 +238,7 @@ class Supervisor:
         self._version = 0
         self._plan_wishes: tuple[LayerPlans, ...] | None = None
         self._lost: list[LostRank] = []
-        self._dying: list[subprocess.Popen[bytes]] = []
+        self._dying: list[Child] = []
         self._joining: tuple[int, ...] = ()
         self._needs_regroup = False
         self._keeps_kv = False
@@ -244,6 +248,7 @@ class Supervisor:
         self._unreported: GroupRebuilt | None = None
         self._gone: str | None = None
         self._predicted_step_s = 0.0
+        self._records = SlotRecords()
         self._rounds: dict[Kind, _Round] = {}
         self._strangers: dict[socket.socket, tuple[FrameReader, float]] = {}
         self._posted: deque[Callable[[], None]] = deque()
@@ -332,6 +337,7 @@ class Supervisor:
             if order.uses_plan and plan is not None:
                 self.plans = (*self.plans, plan)
             moved = answers[min(answers)].moves
+            self._records.moved(moved, self.plans[-1].version)
             return Switched(moved, sum(answer.kv_bytes for answer in answers.values()), max(answer.seconds for answer in answers.values()))
 
         def begin(future: Future[Any]) -> None:
@@ -358,8 +364,16 @@ class Supervisor:
         self._ask(lambda future: self._respawn(worker, future), self.settings.start_deadline_s)
 
     def join(self, workers: Sequence[int]) -> GroupChange:
-        """Take spares into the group, between two steps. Slots stay valid where `keeps_kv` of the answer says so."""
-        return self._ask(lambda future: self._join(tuple(workers), future), self.settings.configure_deadline_s)
+        """Take spares into the group, between two steps. Every slot stays valid: the plans in use are the old ones, in which those that
+        joined have zero width; a `Slide` to `next_plan()` gives them work. Raises: ValueError for a worker that is no spare."""
+        return self._ask(lambda future: self._change_members(tuple(workers), (), future), self.settings.configure_deadline_s)
+
+    def leave(self, workers: Sequence[int]) -> GroupChange:
+        """Let members go that have zero width in every live plan; they become spares. With one rank left, no collective is needed.
+
+        Raises: ValueError where one of them still has work.
+        """
+        return self._ask(lambda future: self._change_members((), tuple(workers), future), self.settings.configure_deadline_s)
 
     def close(self) -> None:
         """Stop every worker and leave nothing behind. May be called twice, and from a signal handler's thread."""
@@ -479,25 +493,23 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = (theirs.fileno(), self._page.file_descriptor)
-            command = [
-                sys.executable, "-m", "runtime.torch_tp.worker", "--connect", f"fd:{descriptors[0]}", "--worker", str(link.worker),
-                "--node", link.settings.node or "local", "--page-fd", str(descriptors[1]), "--page-slots", str(len(self._links)),
-                "--parent", str(os.getpid()),
-            ]  # fmt: skip
             link.slot.clear()
-            link.process = subprocess.Popen(
-                command, pass_fds=descriptors, env=self._environment(link), stdin=subprocess.DEVNULL, cwd=tempfile.gettempdir()
-            )
+            link.process = self._child(link, descriptors)
         self._adopt(link, ours)
 
-    def _environment(self, link: _Link) -> dict[str, str]:
-        environment = dict(os.environ)
-        paths = [str(PROJECT), *environment.get("PYTHONPATH", "").split(os.pathsep)]
-        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
-        environment[TOKEN_VARIABLE] = self.token
-        # one core per rank: torch must not open a pool as wide as the machine before it is told
-        environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(link.settings.threads)
-        return environment
+    def _child(self, link: _Link, descriptors: tuple[int, int]) -> Child:
+        arguments = ["--worker", str(link.worker), "--node", link.settings.node or "local", "--page-slots", str(len(self._links))]
+        environment = worker_environment(link.settings.threads, **{TOKEN_VARIABLE: self.token})
+        if self._nursery is not None:
+            return self._nursery.fork(["--connect", "fd:{0}", "--page-fd", "{1}", *arguments], environment, descriptors)
+        command = [sys.executable, "-m", "runtime.torch_tp.worker", "--connect", f"fd:{descriptors[0]}", "--page-fd", str(descriptors[1])]
+        return subprocess.Popen(
+            [*command, *arguments, "--parent", str(os.getpid())],
+            pass_fds=descriptors,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            cwd=tempfile.gettempdir(),
+        )
 
     def _adopt(self, link: _Link, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -668,7 +680,7 @@ class Supervisor:
 
     # --- epochs -------------------------------------------------------------------------------------------------------------
 
-    def _regroup(self) -> None:
+    def _regroup(self, plans: tuple[LayerPlans, ...] | None = None) -> None:
         """Next epoch: fresh groups over the members that are left and those that join."""
         self._needs_regroup = False
         links = [link for link in self._links if link.standing is _Standing.MEMBER or link.worker in self._joining]
@@ -679,8 +691,10 @@ class Supervisor:
         self.epoch += 1
         self._page.epoch_min = max(self._page.epoch_min, self.epoch)
         members = tuple(link.worker for link in links)
-        self.plans = self._plans_for(links)
+        self.plans = plans or self._plans_for(links)
         self.members = members
+        if not self._keeps_kv:
+            self._records.clear()
         for link in links:
             link.standing = _Standing.MEMBER
         configuration = self._configuration(links)
@@ -703,7 +717,7 @@ class Supervisor:
         host, port = self._store_address(len(domains) > 1)
         return Configuration(
             self.members, domains, settings.communicator, host, port, self._segment_names(domains), settings.collective_deadline_s,
-            self.plans, self._keeps_kv,
+            self.plans, self._keeps_kv, self._records.all() if self._joining else (),
         )  # fmt: skip
 
     def _store_address(self, is_needed: bool) -> tuple[str, int]:
@@ -720,7 +734,7 @@ class Supervisor:
         )  # fmt: skip
         is_first = not self.changes
         self.changes.append(change)
-        self._lost, self._joining = [], ()
+        self._lost, self._joining, self._keeps_kv = [], (), False
         detail = self._failure_detail or "; ".join(f"worker {lost.worker} lost: {lost.detail}" for lost in change.lost)
         self._failure_detail = ""
         if is_first:
@@ -743,14 +757,20 @@ class Supervisor:
         self._spawn(link)
         future.set_result(None)
 
-    def _join(self, workers: tuple[int, ...], future: Future[GroupChange]) -> None:
-        if Kind.DONE in self._rounds or Kind.CONFIGURED in self._rounds or self._needs_regroup:
-            raise GroupError("the group is in a step or being rebuilt; join between two steps")
-        absent = [worker for worker in workers if worker not in self.spares]
+    def _change_members(self, joining: tuple[int, ...], leaving: tuple[int, ...], future: Future[GroupChange]) -> None:
+        if self._rounds or self._needs_regroup or not self.members:
+            raise GroupError("the group is busy or being rebuilt; change its members between two steps, with no plan in preparation")
+        absent = [worker for worker in joining if worker not in self.spares]
         if absent:
             raise ValueError(f"workers {absent} are no spares; spares are {list(self.spares)}")
-        self._joining = workers
-        self._regroup()
+        members = tuple(link.worker for link in self._links if link.worker in joining or link.worker in set(self.members) - set(leaving))
+        if not members:
+            raise ValueError("nobody would be left; close the supervisor instead")
+        plans = tuple(over_members(plan, self.members, members) for plan in self.plans)
+        for worker in leaving:
+            self._links[worker].standing = _Standing.SPARE
+        self._joining, self._keeps_kv = joining, True
+        self._regroup(plans)
         self._rounds[Kind.CONFIGURED].future = future
 
     # --- messages -----------------------------------------------------------------------------------------------------------
@@ -832,7 +852,9 @@ class Supervisor:
                 RankTimings(worker, done.compute_s, done.memory_stall_s, done.communication_s, done.host_s)
                 for worker, done in sorted(answers.items())
             )
-            return StepResult(command.step, tokens_from_wire(answers[min(answers)].tokens), timings, began_s, self._now_s())
+            result = StepResult(command.step, tokens_from_wire(answers[min(answers)].tokens), timings, began_s, self._now_s())
+            self._records.apply(command, result)
+            return result
 
         self._order(Kind.STEP, command.to_wire(), future, finish, self.settings.step_deadline_s, command.step)
 
@@ -920,7 +942,7 @@ def _slowest_prepared(answers: dict[int, Prepared]) -> Prepared:
     )
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Child) -> None:
     """SIGKILL, also of a stopped process, and reap it: a zombie would hold its id."""
     if process.poll() is None:
         process.send_signal(signal.SIGKILL)
