@@ -247,7 +247,7 @@ class StepRunner:
         compute_s = communication_s = stall_s = 0.0
         chosen: dict[int, list[int]] = {slot: [] for slot in command.sampled_slots}
         logprobs: dict[int, list[Any]] = {slot: [] for slot in command.sampled_slots}
-        slices = command.slices
+        slices: Sequence[SliceCommand] = command.slices
         for _ in range(command.decode_steps if slices else 0):
             self._slow_down.begin()
             sampled = self._forward(slices)
