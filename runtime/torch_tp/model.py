@@ -162,6 +162,17 @@ class TpModel:
         self._shares[plan.version], self._attention[plan.version] = share, attention
         self._follow(plan.version, mlp)
 
+    def slide_columns(self, plan: LayerPlans) -> None:
+        """Cut MLP and vocabulary like `plan` from the next step on: the newest plan's version and heads, other columns and rows.
+
+        Raises: ValueError when it has another version or other heads, which slots would have to move for.
+        """
+        share = share_of(plan, self.config, self.rank)
+        if plan.version != self._newest or share.query != self._shares[self._newest].query:
+            raise ValueError(f"plan version {plan.version} differs in version or heads from the newest, {self._newest}; use_plan it instead")
+        self._shares[plan.version] = share
+        self._follow(plan.version, [self._mlp_weights(i, cut) for i, cut in enumerate(share.mlp)])
+
     def drop_plan(self, version: int) -> None:
         """Forget a plan that no slot uses. Dropping the newest returns MLP and vocabulary to the one before (an aborted switch)."""
         if version not in self._shares:

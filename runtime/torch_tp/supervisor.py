@@ -47,6 +47,7 @@ from runtime.torch_tp.orders import (
     Switched,
     SwitchOrder,
 )
+from runtime.torch_tp.profiler import RankProfile, StepForecast, balanced_cuts, step_ratio, width_shares, work_units
 from runtime.torch_tp.protocol import (
     PROTOCOL_VERSION,
     FrameReader,
@@ -251,6 +252,9 @@ class Supervisor:
         self._unreported: GroupRebuilt | None = None
         self._gone: str | None = None
         self._predicted_step_s = 0.0
+        self._forecast = StepForecast()
+        self.profile = RankProfile([rank.speed for rank in ranks])
+        self.emulated_s = 0.0
         self._records = SlotRecords()
         self._rounds: dict[Kind, _Round] = {}
         self._strangers: dict[socket.socket, tuple[FrameReader, float]] = {}
@@ -331,12 +335,32 @@ class Supervisor:
         return self._ask(lambda future: self._begin_step(command, future), self.settings.step_deadline_s)
 
     def next_plan(self, shares: Sequence[float] | None = None, **cuts: Any) -> LayerPlans:
-        """A plan of the next version over the members, by `shares` (None: their speeds); `cuts` as in `layer_cuts.layer_plans`."""
+        """A plan of the next version over the members: by `shares`, or by their measured speeds, per operation.
+
+        cuts: as in `layer_cuts.layer_plans`.
+        """
         if self.model_spec is None:
             raise GroupGone("no group stands yet, so there is nothing to plan for")
         self._version += 1
-        weights = [self._links[worker].settings.speed for worker in self.members] if shares is None else shares
-        return layer_plans(self.model_spec, weights, version=self._version, **cuts)
+        if shares is not None:
+            return layer_plans(self.model_spec, shares, version=self._version, **cuts)
+        return layer_plans(self.model_spec, version=self._version, **{**balanced_cuts(self.profile.speeds(self.members)), **cuts})
+
+    def step_ratio(self, plan: LayerPlans) -> float:
+        """Expected busy time of steps like the last one under `plan` ÷ under the plan in use; 1.0 before the first step."""
+        if not self.members or plan.ranks != len(self.members):
+            return 1.0
+        busy_s = self.profile.last_busy_s[list(self.members)].max(axis=0)
+        return step_ratio(self.profile.speeds(self.members), width_shares(self.plan), width_shares(plan), busy_s)
+
+    def slide_columns(self, plan: LayerPlans) -> Switched:
+        """Cut MLP and vocabulary like `plan` from the next step on: the newest plan's version and heads. Nothing moves."""
+        current = self.plan
+        if plan.version != current.version or any(a.query_heads != b.query_heads for a, b in zip(plan.layers, current.layers, strict=True)):
+            raise ValueError(
+                f"plan version {plan.version}: slide_columns needs the version ({current.version}) and heads of the newest plan"
+            )
+        return self.switch(SwitchOrder(columns=plan), plan)
 
     def prepare(self, order: PrepareOrder) -> Future[Prepared]:
         """Have every rank get ready for a switch, beside the steps. The future ends in GroupError where a rank cannot."""
@@ -353,6 +377,8 @@ class Supervisor:
         def finish(answers: dict[int, Switched]) -> Switched:
             if order.uses_plan and plan is not None:
                 self.plans = (*self.plans, plan)
+            if order.columns is not None:
+                self.plans = (*self.plans[:-1], order.columns)
             moved = answers[min(answers)].moves
             self._records.moved(moved, self.plans[-1].version)
             return Switched(moved, sum(answer.kv_bytes for answer in answers.values()), max(answer.seconds for answer in answers.values()))
@@ -744,7 +770,8 @@ class Supervisor:
     def _plans_for(self, links: Sequence[_Link]) -> tuple[LayerPlans, ...]:
         assert self.model_spec is not None
         self._version += 1
-        return (layer_plans(self.model_spec, [link.settings.speed for link in links], version=self._version),)
+        cuts = balanced_cuts(self.profile.speeds([link.worker for link in links]))
+        return (layer_plans(self.model_spec, version=self._version, **cuts),)
 
     def _configuration(self, links: Sequence[_Link], store: tuple[str, int]) -> Configuration:
         by_node: dict[str, list[int]] = {}
@@ -822,6 +849,7 @@ class Supervisor:
         if link.standing is not _Standing.ABSENT or link.settings.is_remote:
             raise ValueError(f"worker {worker} is {link.standing.value}{' and remote' if link.settings.is_remote else ''}; only a lost "
                              "local one can be started again")  # fmt: skip
+        self.profile.forget(worker)
         self._spawn(link)
         future.set_result(None)
 
@@ -920,10 +948,17 @@ class Supervisor:
                 RankTimings(worker, done.compute_s, done.memory_stall_s, done.communication_s, done.host_s)
                 for worker, done in sorted(answers.items())
             )
-            result = StepResult(command.step, tokens_from_wire(answers[min(answers)].tokens), timings, began_s, self._now_s())
+            now = self._now_s()
+            result = StepResult(command.step, tokens_from_wire(answers[min(answers)].tokens), timings, began_s, now)
             self._records.apply(command, result)
+            self._forecast.observe(command, result.passes, now - began_s)
+            if command.slices:
+                units = work_units(self.plans, command, result.passes)
+                self.profile.observe(self.members, units, {worker: done.busy_s for worker, done in answers.items()}, now)
+            self.emulated_s += sum(done.emulated_s for done in answers.values())
             return result
 
+        self._predicted_step_s = self._forecast.predict(command)
         self._order(Kind.STEP, command.to_wire(), future, finish, self.settings.step_deadline_s, command.step)
 
     def _raise_unreported(self) -> None:
