@@ -14,7 +14,7 @@ from runtime.torch_tp.batcher import Batcher, BatcherSettings
 from runtime.torch_tp.requests import GenerationRequest, Refused, SamplingSettings, TokenEvent
 from runtime.torch_tp.step_pace import StepPace
 from runtime.torch_tp.steps import RankTimings, StepCommand, StepResult
-from tests.runtime.torch_tp.fake_ranks import EOS, VOCABULARY, FakeRanks, expected_answer
+from tests.runtime.torch_tp.toy_ranks import EOS, VOCABULARY, ToyRanks, expected_answer
 
 
 class Serving:
@@ -23,7 +23,7 @@ class Serving:
     def __init__(self, step_s=lambda rows, prefill: 0.010 + 0.0005 * rows + 0.0002 * prefill, **settings) -> None:
         defaults = {"context_tokens": 512, "kv_tokens_max": 2048, "slots_max": 8, "eos_ids": (EOS,), "vocabulary": VOCABULARY}
         self.batcher = Batcher(BatcherSettings(**(defaults | settings)))
-        self.ranks = FakeRanks(self.batcher.settings.slots_max, self.batcher.settings.kv_tokens_max)
+        self.ranks = ToyRanks(self.batcher.settings.slots_max, self.batcher.settings.kv_tokens_max)
         self.step_s = step_s
         self.now_s = 0.0
         self.events: dict[str, list[TokenEvent]] = defaultdict(list)

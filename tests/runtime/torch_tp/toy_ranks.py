@@ -41,7 +41,7 @@ class _Slot:
     held: list[int] = field(default_factory=list)
 
 
-class FakeRanks:
+class ToyRanks:
     """All ranks as one. Raises AssertionError for a command that no rank could carry out."""
 
     def __init__(self, slots_max: int, kv_tokens_max: int) -> None:
