@@ -63,6 +63,20 @@ class SlotKv:
         layers = [torch.empty((2, h.width, tokens_max, self._head_dim), dtype=self._dtype, device=self._device) for h in heads]
         self._slots[slot] = _Slot(plan_version, heads, tokens_max, layers, pairs=[(layer[0], layer[1]) for layer in layers])
 
+    def grow(self, slot: int, tokens_max: int) -> None:
+        held = self._slot(slot)
+        more = tokens_max - held.tokens_max
+        if more <= 0:
+            return
+        if more > self.tokens_free:
+            raise KvFull(f"no room for slot {slot} to grow from {held.tokens_max} to {tokens_max} tokens: {self.tokens_free} are free")
+        for layer, old in enumerate(held.layers):
+            new = torch.empty((2, old.shape[1], tokens_max, self._head_dim), dtype=self._dtype, device=self._device)
+            new[:, :, : held.length] = old[:, :, : held.length]
+            held.layers[layer] = new
+        held.pairs = [(layer[0], layer[1]) for layer in held.layers]
+        held.tokens_max = tokens_max
+
     def release(self, slot: int) -> None:
         self._slots.pop(slot, None)
 

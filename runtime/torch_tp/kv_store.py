@@ -37,6 +37,9 @@ class KvStore(Protocol):
     def allocate(self, slot: int, plan_version: int, tokens_max: int) -> None:
         """Reserve room. Raises KvFull when there is none, ValueError for a slot in use or an unknown plan."""
 
+    def grow(self, slot: int, tokens_max: int) -> None:
+        """Make room for `tokens_max` tokens in all; what the slot holds stays. Raises KvFull when there is none. Never shrinks."""
+
     def release(self, slot: int) -> None:
         """Free a slot at once; a free slot stays free."""
 

@@ -1,0 +1,28 @@
+"""A child that never outlives its parent: the kernel kills it, and a watch notices where the kernel was not asked in time."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends. Call first thing in the child.
+
+    The parent may have died before this call, and then no signal will ever come: the parent's id is compared afterwards.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) refused; the worker would outlive its parent")
+    if not has_parent(parent_pid):
+        os._exit(0)
+
+
+def has_parent(parent_pid: int) -> bool:
+    """Whether `parent_pid` is still this process's parent; an orphan is given to another."""
+    return os.getppid() == parent_pid

@@ -1,0 +1,313 @@
+"""What a rank computes: carries out step commands on its model, keeps its slots and plans, and times itself.
+
+The process around it (socket, threads, epochs) is in `worker`; the arithmetic is in `model`, the choice of tokens in `sampling`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from envs.decision.layer_cuts import layer_plans
+from envs.domain.plans import LayerPlans
+from runtime.torch_tp.checkpoint import open_checkpoint
+from runtime.torch_tp.communicators.interface import Communicator, Pending, build_communicator
+from runtime.torch_tp.communicators.serial import SerialCommunicator
+from runtime.torch_tp.emulation import SlowDown
+from runtime.torch_tp.kv_mover import KvMover
+from runtime.torch_tp.liveness import Phase, Slot
+from runtime.torch_tp.model import Slice, TpModel
+from runtime.torch_tp.orders import Configuration, Loaded, LoadOrder, Prepared, PrepareOrder, StepDone, Switched, SwitchOrder
+from runtime.torch_tp.requests import SamplingSettings
+from runtime.torch_tp.resplit import kv_moves
+from runtime.torch_tp.sampling import SampledTokens, SamplingState, sample
+from runtime.torch_tp.shares import Interval
+from runtime.torch_tp.slot_records import SlotRecord
+from runtime.torch_tp.steps import NewSlot, SliceCommand, SlotTokens, StepCommand, tokens_to_wire
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WARM_UP_SLOT = NewSlot(0, "warm-up", 0, 16, 0, SamplingSettings())
+
+
+class WatchedCommunicator:
+    """A communicator whose every collective shows as waiting on the rank's slot, and ends the stretch of an emulated device."""
+
+    def __init__(self, inner: Communicator, slot: Slot, slow_down: SlowDown) -> None:
+        self._inner = inner
+        self._slot = slot
+        self._slow_down = slow_down
+        self.rank, self.size = inner.rank, inner.size
+
+    def _before(self) -> None:
+        self._slow_down.end()
+        self._slot.tick()
+        self._slot.enter(Phase.WAITING)
+
+    def _after(self) -> None:
+        self._slot.enter(Phase.COMPUTING)
+        self._slow_down.begin()
+
+    def all_reduce(self, tensor: torch.Tensor, *, urgent: bool = False) -> None:
+        self._before()
+        self._inner.all_reduce(tensor, urgent=urgent)
+        self._after()
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        self._slow_down.end()
+        self._slot.tick()
+        return self._inner.start_all_reduce(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._before()
+        parts = self._inner.all_gather(tensor)
+        self._after()
+        return parts
+
+    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self._inner.exchange(sends, receives)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class StepRunner:
+    """One rank's model and slots. Used from the worker's main thread; `prepare` from another."""
+
+    def __init__(self, worker: int, order: LoadOrder, slot: Slot) -> None:
+        began_s = time.perf_counter()
+        torch.set_num_threads(order.threads)
+        self._worker = worker
+        self._order = order
+        self._slot = slot
+        self._slow_down = SlowDown(order.slow_factor)
+        self._checkpoint = open_checkpoint(order.model)
+        self._model: TpModel | None = None
+        self._communicator: Communicator | None = None
+        self._states: dict[int, SamplingState] = {}
+        self._plans: dict[int, LayerPlans] = {}
+        self._room: dict[int, int] = {}  # tokens_max by slot
+        self._generations: dict[int, int] = {}
+        self._slot_lock = threading.Lock()
+        self._mover: KvMover | None = None
+        self._prepared_plan: LayerPlans | None = None
+        self._is_lowest = False
+        self._warm_up()
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.loaded = Loaded(time.perf_counter() - began_s, self._checkpoint.config.to_spec(), memory_bytes)
+
+    def _warm_up(self) -> None:
+        """Run one token alone, so that no step pays for imports, compilers and the first reading of the weights."""
+        if self._order.device == "cpu":
+            importlib.import_module("runtime.torch_tp.communicators.shared_memory")
+        spec = self._checkpoint.config.to_spec()
+        model = self._new_model(SerialCommunicator(), 0, 16, 1)
+        model.use_plan(layer_plans(spec, [1.0]))
+        model.kv.allocate(0, 0, 16)
+        for tokens, start in (((0, 0, 0), 0), ((0,), 3)):
+            logits = model.forward([Slice(0, 0, tokens, start)])
+        sample(logits, model.share().vocabulary, model.communicator, [SamplingState(_WARM_UP_SLOT, spec.vocabulary)], [4])
+
+    def _new_model(self, communicator: Communicator, rank: int, kv_tokens_max: int, slots_max: int) -> TpModel:
+        return TpModel(
+            self._checkpoint,
+            communicator,
+            device=self._order.device,
+            dtype=DTYPES[self._order.dtype],
+            rank=rank,
+            kv_tokens_max=kv_tokens_max,
+            slots_max=slots_max,
+        )
+
+    @property
+    def model(self) -> TpModel:
+        if self._model is None:
+            raise RuntimeError("no group yet: a step before CONFIGURE")
+        return self._model
+
+    # --- epochs and plans ---------------------------------------------------------------------------------------------------
+
+    def configure(self, epoch: int, order: Configuration, is_current: Callable[[], bool]) -> None:
+        """Leave the old group, join the new one, and hold the KV that stays valid. Raises: PeerLost, CollectiveTimeout."""
+        if self._communicator is not None:
+            self._communicator.close()
+        inner = build_communicator(
+            order.communicator,
+            epoch=epoch,
+            rank=self._worker,
+            members=order.members,
+            domains=order.domains,
+            store_address=(order.store_host, order.store_port) if order.store_port else None,
+            segment_names=order.segment_names,
+            deadline_s=order.deadline_s,
+            is_alive=is_current,
+            torch_device=self._order.device,
+        )
+        self._communicator = WatchedCommunicator(inner, self._slot, self._slow_down)
+        rank = order.members.index(self._worker)
+        self._is_lowest = rank == 0
+        if order.keeps_kv and self._model is not None and self._model.plan_versions:
+            self._drop_prepared()
+            self._model.communicator, self._model.rank = self._communicator, rank
+            self._plans = {plan.version: plan for plan in order.plans}
+            return
+        spare = min(self._checkpoint.config.context_tokens, self._order.kv_tokens_max)  # so that one slot at least can move
+        model = self._model = self._new_model(self._communicator, rank, self._order.kv_tokens_max + spare, 2 * self._order.slots_max)
+        model.on_layer = lambda _: self._slot.tick()
+        self._states.clear()
+        self._room.clear()
+        self._mover = self._prepared_plan = None
+        self._plans = {plan.version: plan for plan in order.plans}
+        for plan in order.plans:
+            model.use_plan(plan)
+        for record in order.slots:
+            self._take_over(record)
+
+    def _take_over(self, record: SlotRecord) -> None:
+        """Know a slot that the others filled before this rank joined; it holds none of its heads, only its length."""
+        new, kv = record.new, self.model.kv
+        kv.allocate(new.slot, new.plan_version, new.tokens_max)
+        if record.tokens:
+            config = self.model.config
+            nothing = torch.empty((2, 0, record.tokens, config.head_dim), dtype=self.model.dtype, device=self.model.device)
+            for layer in range(config.layers):
+                kv.import_(new.slot, layer, Interval(0, 0), 0, nothing)
+        self._room[new.slot] = new.tokens_max
+        self._states[new.slot] = SamplingState(new, self.model.config.vocabulary)
+
+    def drop_plan(self, version: int) -> None:
+        self.model.drop_plan(version)
+        self._plans.pop(version)
+
+    def prepare(self, order: PrepareOrder) -> Callable[[], Prepared]:
+        """Note what is to move at this very step; returns the rest of the work, which any thread may do beside further steps."""
+        self._drop_prepared()
+        began_s = time.perf_counter()
+        model, mover = self.model, None
+        slots: tuple[int, ...] = ()
+        if order.moves:
+            # of one plan, the oldest: the batcher says so, and a store refuses heads that a slot does not hold
+            moves = kv_moves(next(iter(self._plans.values())), self._plans[order.to_version], model.config.to_spec())
+            assert self._communicator is not None
+            mover = self._mover = KvMover(
+                model.kv, self._communicator, moves, model.config.layers, model.config.head_dim, model.dtype, model.device,
+                self._slot_lock, lambda slot: self._generations.get(slot, 0),
+            )  # fmt: skip
+            slots = mover.begin(order.moves, lambda slot: self._order.slots_max + slot, order.to_version, lambda slot: self._room[slot])
+        self._prepared_plan = order.plan
+
+        def work() -> Prepared:
+            if mover is not None:
+                mover.copy_ahead()
+            received = 0 if mover is None else mover.received_bytes
+            return Prepared(slots, 0, received, time.perf_counter() - began_s)
+
+        return work
+
+    def switch(self, order: SwitchOrder) -> Switched:
+        """Put into force what was prepared, as far as the order says so."""
+        began_s = time.perf_counter()
+        moved: tuple[int, ...] = ()
+        received = 0
+        if self._mover is not None:
+            received = -self._mover.received_bytes
+            moved = self._mover.finish(order.moves)
+            received += self._mover.received_bytes
+            self._mover = None
+        if order.uses_plan:
+            if self._prepared_plan is None:
+                raise RuntimeError("SWITCH to a plan that was never prepared in this epoch")
+            self.model.use_plan(self._prepared_plan)
+            self._plans[self._prepared_plan.version] = self._prepared_plan
+        self._prepared_plan = None
+        return Switched(moved, received, time.perf_counter() - began_s)
+
+    def _drop_prepared(self) -> None:
+        if self._mover is not None:
+            self._mover.finish(())
+            self._mover = None
+        self._prepared_plan = None
+
+    def profile(self, order: Any) -> Any:
+        raise NotImplementedError
+
+    # --- steps --------------------------------------------------------------------------------------------------------------
+
+    def step(self, wire: Sequence[Any]) -> StepDone:
+        """Carry out a step command, in the order that `steps` states."""
+        began_s, slept_s = time.perf_counter(), self._slow_down.slept_s
+        command = StepCommand.from_wire(wire)
+        self._change_slots(command)
+        compute_s = communication_s = stall_s = 0.0
+        chosen: dict[int, list[int]] = {slot: [] for slot in command.sampled_slots}
+        logprobs: dict[int, list[Any]] = {slot: [] for slot in command.sampled_slots}
+        slices = command.slices
+        for _ in range(command.decode_steps if slices else 0):
+            self._slow_down.begin()
+            sampled = self._forward(slices)
+            timings = self.model.timings
+            compute_s += timings.compute_s
+            communication_s += timings.communication_wait_s
+            stall_s += timings.memory_stall_s
+            for slot, token, item in zip(command.sampled_slots, sampled.tokens, sampled.logprobs, strict=True):
+                chosen[slot].append(token)
+                if item is not None:
+                    logprobs[slot].append(item)
+            if sampled.has_stopped or command.decode_steps == 1:
+                break
+            slices = [replace(part, tokens=(chosen[part.slot][-1],), start=part.start + len(chosen[part.slot])) for part in command.slices]
+        emulated_s = self._slow_down.slept_s - slept_s
+        communication_s = max(communication_s - emulated_s, 0.0)  # what was slept before a collective is no waiting for others
+        compute_s += emulated_s
+        host_s = max(time.perf_counter() - began_s - compute_s - communication_s - stall_s, 0.0)
+        tokens = [SlotTokens(slot, tuple(ids), tuple(logprobs[slot])) for slot, ids in chosen.items()] if self._is_lowest else []
+        return StepDone(tokens_to_wire(tokens), compute_s, stall_s, communication_s, host_s, emulated_s)
+
+    def _change_slots(self, command: StepCommand) -> None:
+        kv = self.model.kv
+        with self._slot_lock:  # a mover may be reading slots
+            for slot in command.releases:
+                kv.release(slot)
+                self._states.pop(slot, None)
+                self._room.pop(slot, None)
+                self._generations[slot] = self._generations.get(slot, 0) + 1
+            for new in command.new_slots:
+                self._generations[new.slot] = self._generations.get(new.slot, 0) + 1
+                if new.keeps_tokens:
+                    kv.truncate(new.slot, new.keeps_tokens)
+                    self._grow(new.slot, new.tokens_max)
+                else:
+                    kv.release(new.slot)  # what a batcher that began anew left there
+                    kv.allocate(new.slot, new.plan_version, new.tokens_max)
+                    self._room[new.slot] = new.tokens_max
+                self._states[new.slot] = SamplingState(new, self.model.config.vocabulary)
+            for growth in command.growths:
+                self._grow(growth.slot, growth.tokens_max)
+            for copy in command.prefix_copies:
+                kv.copy_prefix(copy.source, copy.target, copy.tokens)
+
+    def _grow(self, slot: int, tokens_max: int) -> None:
+        if tokens_max > self._room[slot]:
+            self.model.kv.grow(slot, tokens_max)
+            self._room[slot] = tokens_max
+
+    def _forward(self, parts: Sequence[SliceCommand]) -> SampledTokens:
+        slices = [Slice(part.slot, part.plan_version, part.tokens, part.start, part.wants_sample) for part in parts]
+        logits = self.model.forward(slices)
+        sampled = [part for part in parts if part.wants_sample]
+        if not sampled:
+            self._slow_down.end()
+            return SampledTokens((), (), False)
+        return sample(
+            logits,
+            self.model.share().vocabulary,
+            self.model.communicator,
+            [self._states[part.slot] for part in sampled],
+            [part.start + len(part.tokens) for part in sampled],
+        )
