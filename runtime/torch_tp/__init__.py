@@ -1,1 +1,1 @@
-"""Uneven tensor parallelism on real torch workers: one controller without torch, one worker process per rank, none special."""
+"""Tensor-parallel engine: uneven, sliding splits of one model over unlike ranks."""

@@ -28,10 +28,11 @@ class BatcherSettings:
 
     kv_tokens_max: pool over all slots. slots_max: slots, running and retained; priority_slots of them only requests of priority > 0
     may take. queue_limit: requests that may wait. chunk_tokens_*: prompt tokens per step. decode_steps_max: passes per message;
-    burst_s: such a run should not take longer. growth_tokens: KV is reserved in such portions beyond what a request is expected to need.
-    head_start_s: one level of priority is worth so long a wait. starve_after_s: a request that waited longer lets nobody pass and may
-    displace later ones. preemptions_max: after so many a request is no more displaced. limit_headroom: share of the TPOT limit that a
-    step may take; step_s_max: nor longer than that while only prompts are computed. retains_prefixes: keep the KV of finished requests while there is room.
+    burst_s: such a run should not take longer. growth_tokens: KV is reserved in such portions beyond what a request is expected to
+    need. head_start_s: one level of priority is worth so long a wait. starve_after_s: a request that waited longer lets nobody pass
+    and may displace later ones. preemptions_max: after so many a request is no more displaced. limit_headroom: share of the TPOT
+    limit that a step may take; step_s_max: nor longer than that while only prompts are computed. retains_prefixes: keep the KV of
+    finished requests while there is room.
     """
 
     context_tokens: int
@@ -230,13 +231,16 @@ class Batcher:
     def lost_kv(self, slots: Iterable[int] | None = None, now_s: float | None = None, *, pause_began_s: float | None = None) -> None:
         """The ranks no longer hold these slots (None: any): their requests are computed again from their token ids.
 
-        A step in flight is void. The slots count as free at the ranks. pause_began_s to now_s: nothing ran, e.g. for a recovery.
+        The slots count as free at the ranks. A step in flight is void; since nobody knows how far the ranks got with it, all slots
+        are lost with it. pause_began_s to now_s: nothing ran, e.g. for a recovery.
         """
+        if slots is not None and self._in_flight is not None:
+            raise ValueError(f"lost_kv: step {self._in_flight.step} is in flight; with it every slot is lost, pass slots=None")
+        gone = set(self._slot_versions) if slots is None else set(slots)
         if pause_began_s is not None and now_s is not None:
             self.note_pause(pause_began_s, now_s)
         self._in_flight = None
-        lost = set(self._slot_versions) if slots is None else set(slots) & set(self._slot_versions)
-        for slot in sorted(lost):
+        for slot in sorted(gone & set(self._slot_versions)):
             self._index.drop(slot)
             self._ledger.release(slot)
             self._slot_versions.pop(slot)
@@ -247,7 +251,7 @@ class Batcher:
         if slots is None:
             self._clear_orders()
         else:
-            self._releases = [slot for slot in self._releases if slot not in lost]
+            self._releases = [slot for slot in self._releases if slot not in gone]
         self._calm_steps = 0
 
     def note_pause(self, began_s: float, ended_s: float) -> None:
@@ -566,8 +570,9 @@ class Batcher:
         """Slices of the next step by key, and how many passes it may run."""
         order = sorted(self._running.values(), key=lambda s: s.key)
         decoding = [s for s in order if s.pending == 1]
-        chunk = self._chunk_tokens(order, len(decoding), now_s)
-        passes = self._decode_steps(decoding) if len(decoding) == len(order) and not self._waiting else 1
+        is_calm = len(decoding) == len(order)  # no prompt to compute
+        chunk = 0 if is_calm else self._chunk_tokens(order, len(decoding), now_s)
+        passes = self._decode_steps(decoding) if is_calm else 1
         slices: list[SliceCommand] = []
         for resident in order:
             if resident.slot is None:  # displaced while room was made for an earlier one
@@ -590,7 +595,11 @@ class Batcher:
         )
 
     def _decode_steps(self, decoding: Sequence[Resident]) -> int:
-        """Passes without asking: 1 after any change, then twice as many each time, within burst_s and the nearest token limit."""
+        """Passes without asking: 1 after any change, then twice as many each time, within burst_s and the nearest token limit.
+
+        Requests may be waiting: they have just been tried, and room only comes with an end. Ranks break off at a stop id by
+        themselves, token limits are known here, and what else may happen (an arrival, a cancellation) waits burst_s at most.
+        """
         if not decoding:
             return 1
         affordable = int(self.settings.burst_s / self.pace.step_s(len(decoding)))
