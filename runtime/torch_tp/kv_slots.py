@@ -46,18 +46,17 @@ class SlotKv(SlotBook[_Blocks]):
         self._slots[slot] = SlotEntry(plan_version, heads, tokens_max, _Blocks(layers, addresses))
 
     def grow(self, slot: int, tokens_max: int) -> None:
-        held = self._slot(slot)
-        more = tokens_max - held.tokens_max
-        if more <= 0:
+        entry = self._entry(slot)
+        if tokens_max <= entry.tokens_max:
             return
-        if more > self.tokens_free:
-            raise KvFull(f"no room for slot {slot} to grow from {held.tokens_max} to {tokens_max} tokens: {self.tokens_free} are free")
-        for layer, old in enumerate(held.layers):
-            new = torch.empty((2, old.shape[1], tokens_max, self._head_dim), dtype=self._dtype, device=self._device)
-            new[:, :, : held.length] = old[:, :, : held.length]
-            held.layers[layer] = new
-        held.pairs = [(layer[0], layer[1]) for layer in held.layers]
-        held.tokens_max = tokens_max
+        if tokens_max - entry.tokens_max > self.tokens_free:
+            raise KvFull(f"no room for slot {slot} to grow to {tokens_max} tokens: {self.tokens_free} are free")
+        shapes = [(2, own.width, tokens_max, self._head_dim) for own in entry.heads]
+        layers = [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in shapes]
+        for new, old in zip(layers, entry.storage.layers, strict=True):
+            new[:, :, : entry.length] = old[:, :, : entry.length]
+        entry.storage = _Blocks(layers, np.array([layer.data_ptr() for layer in layers], dtype=np.int64))
+        entry.tokens_max = tokens_max
 
     def release(self, slot: int) -> None:
         self._slots.pop(slot, None)

@@ -126,8 +126,9 @@ class TpModel:
         share = share_of(plan, self.config, self.rank)
         if plan.version != self._newest or share.query != self._shares[self._newest].query:
             raise ValueError(f"plan version {plan.version} differs in version or heads from the newest, {self._newest}; use_plan it instead")
+        self._torch_step.prepare(share)
         self._shares[plan.version] = share
-        self._follow(plan.version, [self._mlp_weights(i, cut) for i, cut in enumerate(share.mlp)])
+        self._torch_step.keep_only(list(self._shares.values()))
 
     def drop_plan(self, version: int) -> None:
         """Forget a plan that no slot uses. Dropping the newest returns MLP and vocabulary to the one before (an aborted switch)."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from envs.decision.detection import FailureKind
+from envs.decision.layer_cuts import layer_plans
 from runtime.torch_tp.nursery import Nursery
 from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.steps import SliceCommand, StepCommand
@@ -148,6 +149,25 @@ def test_slides_keep_the_text_and_move_no_weight(dreams, nursery, undisturbed):
         assert len(run.moved) >= 8  # every slot moved before the third and before the fourth plan
         assert len(supervisor.plans) == 2
         assert not run.rebuilt
+
+
+def test_columns_slide_at_any_step(dreams, nursery, undisturbed):
+    """MLP and vocabulary are stateless: their cuts change before every step, under one version, and no slot notices."""
+    mlp = [(1.0, 0.0), (1.0, 2.0), (0.0, 1.0), (5.0, 1.0)]
+
+    def before_step(driver: Driver) -> None:
+        current = driver.supervisor.plan
+        cut = mlp[driver.run.steps % 4]
+        plan = layer_plans(driver.supervisor.model_spec, (1.0, 1.0), mlp_shares=cut, vocabulary_shares=cut[::-1], version=current.version)
+        assert driver.supervisor.slide_columns(plan).kv_bytes == 0
+        assert driver.supervisor.plan == plan
+
+    with group(dreams, nursery, 1.0, 1.0) as supervisor:
+        run = generate(supervisor, before_step)
+        assert run.tokens == undisturbed[0].tokens
+        other_heads = layer_plans(supervisor.model_spec, (1.0, 3.0), version=supervisor.plan.version)
+        with pytest.raises(ValueError, match="heads of the newest"):
+            supervisor.slide_columns(other_heads)
 
 
 def test_a_rank_lost_while_sliding_changes_nothing_but_the_group(dreams, nursery, undisturbed):
