@@ -22,7 +22,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """What a worker is to hold. slow_factor > 1 emulates a slower device (see `emulation`)."""
+    """What a worker is to hold. slow_factor > 1 emulates a slower device (see `emulation`). uses_network: its groups may reach beyond
+    shared memory, so that it imports what that takes before it says that it is loaded."""
 
     model: str
     device: str
@@ -31,6 +32,7 @@ class LoadOrder:
     kv_tokens_max: int
     slots_max: int
     slow_factor: float
+    uses_network: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,8 @@ class StepRunner:
         """Run one token alone, so that no step pays for imports, compilers and the first reading of the weights."""
         if self._order.device == "cpu":
             importlib.import_module("runtime.torch_tp.communicators.shared_memory")
+        if self._order.uses_network:
+            importlib.import_module("runtime.torch_tp.communicators.gloo")
         spec = self._checkpoint.config.to_spec()
         model = self._new_model(SerialCommunicator(), 0, 16, 1)
         model.use_plan(layer_plans(spec, [1.0]))
@@ -190,6 +192,7 @@ class StepRunner:
         """Leave the old group, join the new one, and hold the KV that stays valid. Raises: PeerLost, CollectiveTimeout."""
         if self._communicator is not None:
             self._communicator.close()
+        self._slot.enter(Phase.WAITING)  # for the others to come
         inner = build_communicator(
             order.communicator,
             epoch=epoch,
@@ -202,6 +205,7 @@ class StepRunner:
             is_alive=is_current,
             torch_device=self._order.device,
         )
+        self._slot.enter(Phase.COMPUTING)
         self._communicator = WatchedCommunicator(inner, self._slot)
         rank = order.members.index(self._worker)
         self._is_lowest = rank == 0

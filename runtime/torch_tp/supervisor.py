@@ -279,10 +279,7 @@ class Supervisor:
 
         Raises: GroupGone when none came up, with what the last one said.
         """
-        if self.settings.listen_host is not None:
-            self._listener = socket.create_server((self.settings.listen_host, self.settings.listen_port))
-            self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self.listen()
         # the loop's thread starts the children, since the kernel kills them when the thread that started them ends
         self._posted.append(self._spawn_all)
         self._thread.start()
@@ -291,6 +288,13 @@ class Supervisor:
         except BaseException:
             self.close()
             raise
+
+    def listen(self) -> None:
+        """Open the door for remote workers, where settings ask for one; `address` then says where. Part of `start`, may come earlier."""
+        if self.settings.listen_host is not None and self._listener is None:
+            self._listener = socket.create_server((self.settings.listen_host, self.settings.listen_port))
+            self._listener.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     @property
     def address(self) -> str | None:
@@ -632,7 +636,7 @@ class Supervisor:
         settings = self.settings
         order = LoadOrder(
             self.model, link.settings.device, settings.dtype, link.settings.threads, settings.kv_tokens_max, settings.slots_max,
-            link.settings.slow_factor,
+            link.settings.slow_factor, self._needs_store,
         )  # fmt: skip
         self._send(link, Message(Kind.LOAD, self.epoch, body=order))
 
@@ -765,6 +769,7 @@ class Supervisor:
         order = _Round(Kind.CONFIGURED, set(members), Future(), self._on_configured, self._now_s() + self.settings.configure_deadline_s)
         self._rounds[Kind.CONFIGURED] = order
         for link in links:
+            link.watch.step_begins(self._now_s())
             self._send(link, Message(Kind.CONFIGURE, self.epoch, self.plan.version, body=configuration))
 
     def _plans_for(self, links: Sequence[_Link]) -> tuple[LayerPlans, ...]:
