@@ -47,8 +47,8 @@ class Configuration:
     """One epoch's group. members: worker ids in rank order; domains: the same ids by communication domain.
 
     plans: live plans, oldest first; MLP and vocabulary follow the last. keeps_kv: what the slots hold stays valid (the plans are
-    the old ones, with members that joined at zero width), and `slots` is what those that joined are to know of it; otherwise all slots
-    are dropped.
+    the old ones, with members that joined at zero width), and `slots` is what those that `joined` are to know of it; otherwise all
+    slots are dropped.
     """
 
     members: tuple[int, ...]
@@ -60,6 +60,7 @@ class Configuration:
     deadline_s: float
     plans: tuple[LayerPlans, ...]
     keeps_kv: bool
+    joined: tuple[int, ...] = ()
     slots: tuple[SlotRecord, ...] = ()
 
 

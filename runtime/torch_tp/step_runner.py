@@ -209,22 +209,30 @@ class StepRunner:
         self._communicator = WatchedCommunicator(inner, self._slot)
         rank = order.members.index(self._worker)
         self._is_lowest = rank == 0
-        if order.keeps_kv and self._model is not None and self._model.plan_versions:
-            self._drop_prepared()
-            self._model.communicator, self._model.rank = self._communicator, rank
-            self._plans = {plan.version: plan for plan in order.plans}
-            return
-        spare = min(self._checkpoint.config.context_tokens, self._order.kv_tokens_max)  # so that one slot at least can move
-        model = self._model = self._new_model(self._communicator, rank, self._order.kv_tokens_max + spare, 2 * self._order.slots_max)
-        model.on_layer = lambda _: self._slot.tick()
-        self._states.clear()
-        self._room.clear()
-        self._mover = self._prepared_plan = None
+        if self._model is None:
+            spare = min(self._checkpoint.config.context_tokens, self._order.kv_tokens_max)  # so that one slot at least can move
+            self._model = self._new_model(self._communicator, rank, self._order.kv_tokens_max + spare, 2 * self._order.slots_max)
+            self._model.on_layer = lambda _: self._slot.tick()
+        model = self._model
+        model.communicator, model.rank = self._communicator, rank
+        self._drop_prepared()
         self._plans = {plan.version: plan for plan in order.plans}
+        if order.keeps_kv and self._worker not in order.joined:
+            return  # a member before, with the same ranges: only its place among the ranks may have changed
+        self._empty(model)
         for plan in order.plans:
             model.use_plan(plan)
         for record in order.slots:
             self._take_over(record)
+
+    def _empty(self, model: TpModel) -> None:
+        """Give up every slot and plan; the model itself is kept, since building one takes longer than a group."""
+        for slot in range(2 * self._order.slots_max):
+            model.kv.release(slot)
+        for version in model.plan_versions:
+            model.drop_plan(version)
+        self._states.clear()
+        self._room.clear()
 
     def _take_over(self, record: SlotRecord) -> None:
         """Know a slot that the others filled before this rank joined; it holds none of its heads, only its length."""

@@ -786,7 +786,7 @@ class Supervisor:
         domains = tuple(tuple(workers) for workers in by_node.values())
         return Configuration(
             self.members, domains, settings.communicator, *store, self._segment_names(domains), settings.collective_deadline_s,
-            self.plans, self._keeps_kv, self._records.all() if self._joining else (),
+            self.plans, self._keeps_kv, self._joining, self._records.all() if self._joining else (),
         )  # fmt: skip
 
     @property
