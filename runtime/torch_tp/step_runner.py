@@ -76,10 +76,22 @@ class StepClock:
         self.start()
 
 
+class WatchedPending:
+    """A sum under way, whose wait shows like any collective."""
+
+    def __init__(self, inner: Pending, owner: WatchedCommunicator, operation: int) -> None:
+        self._inner, self._owner, self._operation = inner, owner, operation
+
+    def wait(self) -> None:
+        self._owner.before(self._operation)
+        self._inner.wait()
+        self._owner.after()
+
+
 class WatchedCommunicator:
     """A communicator that shows on the rank's slot when it waits, and tells the clock which operation each collective ends.
 
-    A step's all-reduces alternate, attention and MLP; its gathers belong to the vocabulary.
+    A step's all-reduces alternate, attention and MLP (of two half batches each, where they overlap); its gathers belong to the vocabulary.
     """
 
     def __init__(self, inner: Communicator, slot: Slot) -> None:
@@ -93,34 +105,35 @@ class WatchedCommunicator:
         self.clock, self._sums = clock, 0
         clock.start()
 
-    def _before(self, operation: int) -> None:
+    def before(self, operation: int) -> None:
         if self.clock is not None:
             self.clock.end_stretch(operation)
         self._slot.tick()
         self._slot.enter(Phase.WAITING)
 
-    def _after(self) -> None:
+    def after(self) -> None:
         self._slot.enter(Phase.COMPUTING)
         if self.clock is not None:
             self.clock.end_collective()
 
     def all_reduce(self, tensor: torch.Tensor, *, urgent: bool = False) -> None:
-        self._before(self._sums % 2)
+        self.before(self._sums % 2)
         self._sums += 1
         self._inner.all_reduce(tensor, urgent=urgent)
-        self._after()
+        self.after()
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        self._before(self._sums % 2)
+        operation = self._sums // 2 % 2
+        self.before(operation)
         self._sums += 1
         pending = self._inner.start_all_reduce(tensor)
-        self._after()
-        return pending
+        self.after()
+        return WatchedPending(pending, self, operation)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._before(2)
+        self.before(2)
         parts = self._inner.all_gather(tensor)
-        self._after()
+        self.after()
         return parts
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -268,10 +281,13 @@ class StepRunner:
         self._prepared_plan = order.plan
 
         def work() -> Prepared:
+            loaded_bytes = model.loaded_bytes
+            if order.plan is not None:
+                model.ready_plan(order.plan)
             if mover is not None:
                 mover.copy_ahead()
             received = 0 if mover is None else mover.received_bytes
-            return Prepared(slots, 0, received, time.perf_counter() - began_s)
+            return Prepared(slots, model.loaded_bytes - loaded_bytes, received, time.perf_counter() - began_s)
 
         return work
 
@@ -313,11 +329,13 @@ class StepRunner:
         command = StepCommand.from_wire(wire)
         self._change_slots(command)
         clock = StepClock(self._slow_down, self._order.device == "cpu")
+        stall_s = 0.0
         chosen: dict[int, list[int]] = {slot: [] for slot in command.sampled_slots}
         logprobs: dict[int, list[Any]] = {slot: [] for slot in command.sampled_slots}
         slices: Sequence[SliceCommand] = command.slices
         for _ in range(command.decode_steps if slices else 0):
             sampled = self._forward(slices, clock)
+            stall_s += self.model.timings.memory_stall_s
             for slot, token, item in zip(command.sampled_slots, sampled.tokens, sampled.logprobs, strict=True):
                 chosen[slot].append(token)
                 if item is not None:
@@ -326,9 +344,11 @@ class StepRunner:
                 break
             slices = [replace(part, tokens=(chosen[part.slot][-1],), start=part.start + len(chosen[part.slot])) for part in command.slices]
         tokens = [SlotTokens(slot, tuple(ids), tuple(logprobs[slot])) for slot, ids in chosen.items()] if self._is_lowest else []
+        # the model's estimate of waiting for memory is part of what it computed; a slower device waits as many times longer
+        starved_s = min(stall_s * self._slow_down.factor, clock.compute_s)
         host_s = max(time.perf_counter() - began_s - clock.compute_s - clock.stall_s - clock.communication_s, 0.0)
         return StepDone(
-            tokens_to_wire(tokens), clock.compute_s, clock.stall_s, clock.communication_s, host_s, tuple(clock.busy_s),
+            tokens_to_wire(tokens), clock.compute_s - starved_s, clock.stall_s + starved_s, clock.communication_s, host_s, tuple(clock.busy_s),
             self._slow_down.slept_s - slept_s,
         )  # fmt: skip
 
