@@ -22,6 +22,9 @@ from runtime.torch_tp.steps import NewSlot, PrefixCopy, SliceCommand, SlotGrowth
 from runtime.torch_tp.stop_strings import AnswerText, TokenText
 
 
+PASSING_MAX = 8  # so many of the queue are tried while its first does not fit
+
+
 @dataclass(frozen=True, slots=True)
 class BatcherSettings:
     """Limits of one engine. Sizes in tokens, times in seconds.
@@ -118,6 +121,7 @@ class Batcher:
         self._finished = 0
         self._step = 0
         self._calm_steps = 0  # steps since the batch last changed
+        self._tried_after = (0, 0, 0)  # what had happened when others last tried to pass the first of the queue
         # what the next command will order, beside its slices
         self._releases: list[int] = []
         self._new_slots: dict[int, NewSlot] = {}
@@ -361,9 +365,11 @@ class Batcher:
             head = self._waiting[0]
             if self._try_admit(head, now_s) or self._displace_for(head, now_s):
                 continue
-            if now_s - head.queued_s < self.settings.starve_after_s:
-                for resident in self._waiting[1 : 1 + self.settings.slots_max]:
+            changes = (self._submitted, self._finished, self.preemptions)  # room comes with one of these
+            if now_s - head.queued_s < self.settings.starve_after_s and changes != self._tried_after:
+                for resident in self._waiting[1 : 1 + PASSING_MAX]:
                     self._try_admit(resident, now_s)
+                self._tried_after = changes
             return
 
     def _try_admit(self, resident: Resident, now_s: float) -> bool:
@@ -604,7 +610,8 @@ class Batcher:
             return 1
         affordable = int(self.settings.burst_s / self.pace.step_s(len(decoding)))
         near = min(s.tokens_left for s in decoding)
-        return max(1, min(self.settings.decode_steps_max, 2 ** min(self._calm_steps, 16), affordable, near))
+        growing = 1 << min(self._calm_steps, 16)
+        return max(1, min(self.settings.decode_steps_max, growing, affordable, near))
 
     def _tpot_limit_s(self, residents: Iterable[Resident]) -> float:
         """Longest step that the strictest of these classes allows. Where one row alone takes longer than that, the limit is
