@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from runtime.torch_tp.config import CheckpointError, ModelConfig, read_config, read_json
+from runtime.torch_tp.model_cache import cached_folder
 from runtime.torch_tp.model_folder import find_model, model_folder
 from runtime.torch_tp.safetensors_file import SafetensorsFile
+from runtime.torch_tp.safetensors_writer import write_float32
 
-__all__ = ["Checkpoint", "CheckpointError", "find_model", "model_folder", "open_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointError", "find_model", "float32_copy", "model_folder", "open_checkpoint"]
 
 INDEX = "model.safetensors.index.json"
+FLOAT32_VERSION = 1
+"""Raise when what `float32_copy` writes changes."""
 
 
 class Checkpoint:
@@ -31,10 +35,9 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: tensor {name!r} has shape {found}, config.json implies {shape}")
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Number type of the weights as stored."""
-        name = "model.embed_tokens.weight"
-        return self._files[name].entries[name].dtype
+    def is_float32(self) -> bool:
+        """Whether every weight that the forward pass reads is stored as float32."""
+        return all(self._files[name].entries[name].dtype == torch.float32 for name in expected_shapes(self.config))
 
     def tensor(self, name: str) -> Tensor:
         """A view on the mapped file; slices of it cost nothing. Treat it as read-only."""
@@ -58,10 +61,26 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     folder = model_folder(path)
     config = read_config(folder)
-    return Checkpoint(folder, config, _weight_files(folder, config))
+    return Checkpoint(folder, config, _weight_files(folder))
 
 
-def _weight_files(folder: Path, config: ModelConfig) -> dict[str, SafetensorsFile]:
+def float32_copy(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model in float32, written once to the cache: CPUs without 16-bit arithmetic compute in float32 anyway, and a
+    mapped file is shared by all ranks where a copy in memory would not be. A float32 checkpoint is returned as it is."""
+    if checkpoint.is_float32:
+        return checkpoint
+
+    def make(folder: Path) -> None:
+        shapes = expected_shapes(checkpoint.config)
+        write_float32(folder / "model.safetensors", shapes, ((name, checkpoint.tensor(name).float().numpy()) for name in shapes))
+        (folder / "config.json").write_bytes((checkpoint.path / "config.json").read_bytes())
+
+    source = checkpoint.path / (INDEX if (checkpoint.path / INDEX).exists() else "model.safetensors")
+    folder = cached_folder(source, f"float32-{FLOAT32_VERSION}", make)
+    return Checkpoint(checkpoint.path, checkpoint.config, _weight_files(folder))
+
+
+def _weight_files(folder: Path) -> dict[str, SafetensorsFile]:
     """Tensor name → the file that holds it."""
     if (folder / INDEX).exists():
         return _sharded(folder, read_json(folder / INDEX))

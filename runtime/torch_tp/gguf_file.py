@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import logging
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from runtime.torch_tp.config import CheckpointError
+from runtime.torch_tp.model_cache import cached_folder
 from runtime.torch_tp.safetensors_writer import write_float32
 
 logger = logging.getLogger(__name__)
 
 CONVERSION_VERSION = 1
 """Raise when what is written changes: older cache entries are then left alone and not read."""
-WAIT_FOR_OTHER_S = 600.0
 
 ARCHITECTURES: dict[str, str] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 LAYER_TENSORS: dict[str, str] = {
@@ -46,51 +42,9 @@ MODEL_TENSORS: dict[str, str] = {
 }
 
 
-def cache_folder() -> Path:
-    """Where converted models live: $BALLAST_CACHE, else ballast/ in the user's cache directory."""
-    stated = os.environ.get("BALLAST_CACHE")
-    if stated:
-        return Path(stated)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ballast"
-
-
 def converted(path: Path) -> Path:
-    """The cached directory for this file, made first if need be; one process converts, others wait for it.
-
-    A file is known by path, size and time of change. Raises: CheckpointError for what cannot be read or is not supported.
-    """
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    mark = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{CONVERSION_VERSION}"
-    target = cache_folder() / f"{path.stem}-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.with_suffix(".lock"), "w") as lock:
-        _lock(lock.fileno(), target)
-        if not target.is_dir():
-            partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-            shutil.rmtree(partial, ignore_errors=True)
-            try:
-                convert(path, partial)
-                os.rename(partial, target)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    return target
-
-
-def _lock(descriptor: int, target: Path) -> None:
-    deadline_s = time.monotonic() + WAIT_FOR_OTHER_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise CheckpointError(f"{target}: another process has been converting it for {WAIT_FOR_OTHER_S:.0f} s; stop it") from None
-            time.sleep(0.05)
+    """The cached directory made from this file, converted first if need be. Raises CheckpointError for what cannot be read."""
+    return cached_folder(path, CONVERSION_VERSION, lambda folder: convert(path, folder))
 
 
 def convert(path: Path, folder: Path) -> None:
@@ -107,7 +61,6 @@ def convert(path: Path, folder: Path) -> None:
     for tensor in reader.tensors:
         if tensor.name == ROPE_DIVISORS:  # Llama 3.1 and later: the stretched frequencies, already worked out
             config["rope_parameters"] = {"rope_theta": config["rope_theta"], "frequency_divisors": tensor.data.astype(float).tolist()}
-    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     _write_tokenizer(fields, path, folder)
     _write_weights(reader, config, path, folder / "model.safetensors")

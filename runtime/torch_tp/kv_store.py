@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from runtime.torch_tp.shares import Interval
+
+Storage = TypeVar("Storage")
 
 
 class KvFull(RuntimeError):
@@ -73,3 +75,99 @@ class KvStore(Protocol):
 
     def commit(self, spans: Sequence[Span]) -> None:
         """The step is through: lengths grow."""
+
+
+@dataclass(slots=True)
+class SlotEntry(Generic[Storage]):
+    """What is known of a slot: `heads` are this rank's KV heads per layer under the slot's plan."""
+
+    plan_version: int
+    heads: tuple[Interval, ...]
+    tokens_max: int
+    storage: Storage
+    length: int = 0
+
+    def own(self, slot: int, layer: int, heads: Interval) -> Interval:
+        """`heads` counted from this rank's first. Raises ValueError for heads that it does not hold."""
+        held = self.heads[layer]
+        if not held.covers(heads):
+            raise ValueError(
+                f"slot {slot}, layer {layer}: holds KV heads [{held.start}, {held.end}), asked for [{heads.start}, {heads.end})"
+            )
+        return Interval(heads.start - held.start, heads.end - held.start) if heads.width else Interval(0, 0)
+
+
+class SlotBook(Generic[Storage]):
+    """The part of a KV store that does not depend on how keys lie in memory: plans, slots, lengths, and the refusals."""
+
+    def __init__(self, slots_max: int) -> None:
+        self._slots_max = slots_max
+        self._plans: dict[int, tuple[Interval, ...]] = {}
+        self._slots: dict[int, SlotEntry[Storage]] = {}
+
+    def add_plan(self, version: int, kv: Sequence[Interval]) -> None:
+        self._plans[version] = tuple(kv)
+
+    def drop_plan(self, version: int) -> None:
+        users = [number for number, entry in self._slots.items() if entry.plan_version == version]
+        if users:
+            raise ValueError(f"plan version {version} is used by slots {users}; release or move them first")
+        self._plans.pop(version, None)
+
+    def length(self, slot: int) -> int:
+        return self._entry(slot).length
+
+    def plan_version(self, slot: int) -> int:
+        return self._entry(slot).plan_version
+
+    def truncate(self, slot: int, tokens: int) -> None:
+        entry = self._entry(slot)
+        if not 0 <= tokens <= entry.length:
+            raise ValueError(f"slot {slot} holds {entry.length} tokens, cannot be truncated to {tokens}")
+        entry.length = tokens
+
+    def begin(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            entry, end = self._entry(span.slot), span.start + span.tokens
+            if span.start > entry.length or end > entry.tokens_max:
+                raise ValueError(f"slot {span.slot} holds {entry.length} tokens of at most {entry.tokens_max}; got [{span.start}, {end})")
+
+    def commit(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            self._slots[span.slot].length = span.start + span.tokens
+
+    def _check_free(self, slot: int, plan_version: int, tokens_max: int) -> tuple[Interval, ...]:
+        """KV heads per layer for a new slot. Raises as `KvStore.allocate` says, but for the room of tokens."""
+        if slot in self._slots:
+            raise ValueError(f"slot {slot} is in use; release it first")
+        if plan_version not in self._plans:
+            raise ValueError(f"plan version {plan_version} is not live; live: {sorted(self._plans)}")
+        if tokens_max < 1:
+            raise ValueError(f"slot {slot}: tokens_max={tokens_max} must be at least 1")
+        if len(self._slots) >= self._slots_max:
+            raise KvFull(f"no room for slot {slot}: all {self._slots_max} slots are in use")
+        return self._plans[plan_version]
+
+    def _entry(self, slot: int) -> SlotEntry[Storage]:
+        entry = self._slots.get(slot)
+        if entry is None:
+            raise ValueError(f"slot {slot} is not allocated; allocated: {sorted(self._slots)}")
+        return entry
+
+    def _prefix_pair(self, source: int, target: int, tokens: int) -> tuple[SlotEntry[Storage], SlotEntry[Storage]]:
+        old, new = self._entry(source), self._entry(target)
+        if not 0 <= tokens <= min(old.length, new.tokens_max):
+            raise ValueError(f"cannot copy {tokens} tokens: slot {source} holds {old.length}, slot {target} has room for {new.tokens_max}")
+        return old, new
+
+    def _check_held(self, slot: int, start: int, end: int) -> SlotEntry[Storage]:
+        entry = self._entry(slot)
+        if not 0 <= start <= end <= entry.length:
+            raise ValueError(f"slot {slot} holds {entry.length} tokens, asked for [{start}, {end})")
+        return entry
+
+    def _check_room(self, slot: int, start: int, end: int) -> SlotEntry[Storage]:
+        entry = self._entry(slot)
+        if not 0 <= start <= end <= entry.tokens_max:
+            raise ValueError(f"slot {slot} has room for {entry.tokens_max} tokens, got [{start}, {end})")
+        return entry

@@ -21,6 +21,9 @@ BEAT_EVERY_S = 0.05
 REMOTE_SLACK_S = 0.75
 """Beats over a network may be late by a retransmission: added to the limit of a rank on another host."""
 
+WATCH_SLACK_S = 0.25
+"""Kept off the promised 3 s, for the watch's own rounds."""
+
 
 class Phase(IntEnum):
     STARTING = 0  # imports, reads the checkpoint: may hold the interpreter, so beats may be late
@@ -162,8 +165,7 @@ def is_suspect(watch: Watch, now_s: float, predicted_step_s: float, is_stepping:
         return now_s - watch.beaten_s > DETECTION[FailureKind.RANK_FROZEN].noticed_s
     if is_starting:
         return False  # the deadline of its start bounds it
-    patience_s = DETECTION[FailureKind.RANK_FROZEN].noticed_limit_s - 2 * limit_s if limit_s < 1.0 else limit_s
-    return silent_s > limit_s + max(patience_s, 0.0)
+    return silent_s > max(limit_s, DETECTION[FailureKind.RANK_FROZEN].noticed_limit_s - WATCH_SLACK_S)
 
 
 def laggards(readings: Mapping[int, Reading]) -> list[int]:

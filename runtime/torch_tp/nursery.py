@@ -1,8 +1,8 @@
 """Starts workers in milliseconds: a process that has imported what workers need and forks one on demand.
 
 Importing torch takes seconds, which a rank that is to be replaced under load does not have. The nursery computes nothing and holds no
-thread when it forks. It dies with the controller, and its workers die with it; without a nursery, workers are plain children of the
-controller. The controller's half imports no torch.
+thread when it forks. It ends with the controller, and its workers and what they may have left in shared memory with it. Without a
+nursery, workers are plain children of the controller. The controller's half imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import msgpack
 
-from runtime.torch_tp.parent_death import die_with_parent
+from runtime.torch_tp.parent_death import die_with_parent, live_on
 
 PROJECT = Path(__file__).resolve().parents[2]
 PRELOADED = ("runtime.torch_tp.step_runner", "runtime.torch_tp.communicators.shared_memory")
@@ -163,25 +163,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
     die_with_parent(settings.parent)
     for module in PRELOADED:
         importlib.import_module(module)
+    live_on()  # from here on the end of the socket says that the parent is gone, and then there is something to clear away
     gc.freeze()  # what is imported stays shared with the children
     connection = socket.socket(fileno=settings.socket)
-    connection.send(b"ready")
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES_MAX, 8)
-        if not data:
-            os._exit(0)
-        request = msgpack.unpackb(data)
-        if request[0] == "reap":
-            connection.send(msgpack.packb(_exit_code(request[1])))
-            continue
-        nursery_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            _become_worker(request[1], request[2], descriptors, nursery_pid)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        connection.send(msgpack.packb(pid))
+    children: set[int] = set()
+    try:
+        connection.send(b"ready")
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES_MAX, 8)
+            if not data:
+                break
+            request = msgpack.unpackb(data)
+            if request[0] == "reap":
+                children.discard(request[1])
+                connection.send(msgpack.packb(_exit_code(request[1])))
+                continue
+            nursery_pid, pid = os.getpid(), os.fork()
+            if pid == 0:
+                connection.close()
+                _become_worker(request[1], request[2], descriptors, nursery_pid)
+            children.add(pid)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            connection.send(msgpack.packb(pid))
+    except OSError:
+        pass  # the parent is gone in the middle of an answer
+    _clear_away(children)
+
+
+def _clear_away(children: set[int]) -> None:
+    """The controller is gone: end its workers, also stopped ones, and take what they had not yet unlinked."""
+    from runtime.torch_tp.communicators.segments import sweep_stale_segments
+
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        _exit_code(pid)
+    sweep_stale_segments()
 
 
 def _exit_code(pid: int) -> int:

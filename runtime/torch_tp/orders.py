@@ -90,10 +90,12 @@ class Prepared:
 @dataclass(frozen=True, slots=True)
 class SwitchOrder:
     """From the next step on: use the prepared plan (if `uses_plan`), and the copies of the slots `moves`, brought up to date first. Copies
-    of other slots are dropped, as is a prepared plan that is not to be used: so an order with neither undoes a PREPARE."""
+    of other slots are dropped, as is a prepared plan that is not to be used: so an order with neither undoes a PREPARE. columns: cut MLP
+    and vocabulary like this plan, which has the version and the heads of the newest; needs no PREPARE, since both are stateless."""
 
     uses_plan: bool = False
     moves: tuple[int, ...] = ()
+    columns: LayerPlans | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +110,16 @@ class Switched:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """tokens: `steps.tokens_to_wire`, from the lowest rank only. The times sum up to the wall time; emulated_s is part of compute_s
-    and was slept to play a slower device."""
+    """tokens: `steps.tokens_to_wire`, from the lowest rank only. The four times sum up to the step's; memory_stall_s: neither computing
+    nor in a collective (pages that had to be fetched, a core that was taken). busy_s: by `profiler.OPERATIONS`, stalls included.
+    emulated_s: part of compute_s that was slept, to play a slower device."""
 
     tokens: list[object]
     compute_s: float
     memory_stall_s: float
     communication_s: float
     host_s: float
+    busy_s: tuple[float, ...]
     emulated_s: float
 
 

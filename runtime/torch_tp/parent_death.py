@@ -15,12 +15,21 @@ def die_with_parent(parent_pid: int) -> None:
 
     The parent may have died before this call, and then no signal will ever come: the parent's id is compared afterwards.
     """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) refused; the worker would outlive its parent")
+    _set_death_signal(signal.SIGKILL)
     if not has_parent(parent_pid):
         os._exit(0)
+
+
+def live_on() -> None:
+    """Take `die_with_parent` back: for a child that notices its parent's end by itself and has something to clear away then."""
+    _set_death_signal(0)
+
+
+def _set_death_signal(number: int) -> None:
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) refused; the worker would outlive its parent")
 
 
 def has_parent(parent_pid: int) -> bool:

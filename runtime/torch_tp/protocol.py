@@ -96,7 +96,7 @@ def unpack(cls: Any, data: Any) -> Any:
 @lru_cache(maxsize=512)
 def _decoder(cls: Any) -> Callable[[Any], Any]:
     origin, arguments = typing.get_origin(cls), typing.get_args(cls)
-    if dataclasses.is_dataclass(cls):
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         return _dataclass_decoder(cls)
     if origin in (typing.Union, types.UnionType):
         return _union_decoder(arguments)

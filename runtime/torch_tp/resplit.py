@@ -148,6 +148,8 @@ class PlanHost(Protocol):
     @property
     def plans(self) -> tuple[LayerPlans, ...]: ...
 
+    def slots_of_plan(self, version: int) -> tuple[int, ...]: ...
+
     def prepare(self, order: PrepareOrder) -> Future[Prepared]: ...
 
     def switch(self, order: SwitchOrder, plan: LayerPlans | None = None) -> Switched: ...
@@ -156,8 +158,7 @@ class PlanHost(Protocol):
 
 
 class SlideState(Enum):
-    MOVING = "moving"  # KV of the oldest plan's slots is copied ahead
-    DRAINING = "draining"  # slots of the oldest plan came up meanwhile, or found no room: another round
+    MOVING = "moving"  # KV of the oldest plan's slots is copied ahead, as many slots at a time as find room
     PREPARING = "preparing"  # the ranks get ready for the new plan
     DONE = "done"
     FAILED = "failed"
@@ -187,7 +188,6 @@ class Slide:
         self.reason = ""
         self._host = host
         self._pending: Future[Prepared] | None = None
-        self._rounds = 0
         if plan.version <= host.plans[-1].version:
             raise ValueError(f"plan version {plan.version} must be above {host.plans[-1].version}, the newest in use")
         if plan.ranks != host.plans[-1].ranks:
@@ -197,15 +197,15 @@ class Slide:
     def is_over(self) -> bool:
         return self.state in (SlideState.DONE, SlideState.FAILED)
 
-    def advance(self, slots_of_oldest: Sequence[int]) -> SlideStep | None:
-        """Go on as far as is possible without waiting. slots_of_oldest: slots under the oldest live plan, running and retained.
+    def advance(self) -> SlideStep | None:
+        """Go on as far as is possible without waiting.
 
         Returns: what changed, or None. Raises: GroupError subclasses of the supervisor where the group fell apart in a switch.
         """
         if self.is_over:
             return None
         if self._pending is None:
-            self._begin(tuple(slots_of_oldest))
+            self._begin()
             return None
         if not self._pending.done():
             return None
@@ -214,27 +214,26 @@ class Slide:
         if error is not None:
             self._fail(f"{error}")
             return None
-        return self._switch(pending.result(), set(slots_of_oldest))
+        return self._switch(pending.result())
 
     def abandon(self, reason: str) -> None:
         """Give the slide up; the ranks drop what they prepared at the next switch or epoch."""
         if not self.is_over:
             self._fail(reason)
 
-    def _begin(self, slots: tuple[int, ...]) -> None:
+    def _begin(self) -> None:
         plans = self._host.plans
+        if len(plans) == LIVE_PLANS_MAX and not (slots := self._host.slots_of_plan(plans[0].version)):
+            self._host.release_plan(plans[0].version)
+            plans = self._host.plans
         if len(plans) < LIVE_PLANS_MAX:
             self.state = SlideState.PREPARING
             self._pending = self._host.prepare(PrepareOrder(plan=self.plan))
-        elif slots:
-            self.state = SlideState.MOVING if self._rounds == 0 else SlideState.DRAINING
-            self._rounds += 1
-            self._pending = self._host.prepare(PrepareOrder(moves=slots, to_version=plans[-1].version))
         else:
-            self._host.release_plan(plans[0].version)
-            self._begin(())
+            self.state = SlideState.MOVING
+            self._pending = self._host.prepare(PrepareOrder(moves=slots, to_version=plans[-1].version))
 
-    def _switch(self, prepared: Prepared, slots_of_oldest: set[int]) -> SlideStep | None:
+    def _switch(self, prepared: Prepared) -> SlideStep | None:
         if self.state is SlideState.PREPARING:
             switched = self._host.switch(SwitchOrder(uses_plan=True), self.plan)
             self.price.learn_switch(switched)
@@ -244,8 +243,7 @@ class Slide:
             self._fail("no room for a copy of any slot of the oldest plan")
             return None
         self.price.learn_copy(prepared)
-        moves = tuple(slot for slot in prepared.moves if slot in slots_of_oldest)
-        switched = self._host.switch(SwitchOrder(moves=moves))
+        switched = self._host.switch(SwitchOrder(moves=prepared.moves))
         self.price.learn_switch(switched)
         return SlideStep(moved=switched.moves, moved_to=self._host.plans[-1].version, pause_s=switched.seconds)
 

@@ -28,6 +28,10 @@ class SlotRecords:
     def all(self) -> tuple[SlotRecord, ...]:
         return tuple(self._records.values())
 
+    def of_plan(self, plan_version: int) -> tuple[int, ...]:
+        """Slots whose KV lies by this plan."""
+        return tuple(slot for slot, record in self._records.items() if record.new.plan_version == plan_version)
+
     def clear(self) -> None:
         self._records.clear()
 

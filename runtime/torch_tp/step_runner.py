@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from runtime.torch_tp.kv_mover import KvMover
 from runtime.torch_tp.liveness import Phase, Slot
 from runtime.torch_tp.model import Slice, TpModel
 from runtime.torch_tp.orders import Configuration, Loaded, LoadOrder, Prepared, PrepareOrder, StepDone, Switched, SwitchOrder
+from runtime.torch_tp.profiler import OPERATIONS
 from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.resplit import kv_moves
 from runtime.torch_tp.sampling import SampledTokens, SamplingState, sample
@@ -36,36 +37,88 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _WARM_UP_SLOT = NewSlot(0, "warm-up", 0, 16, 0, SamplingSettings())
 
 
-class WatchedCommunicator:
-    """A communicator whose every collective shows as waiting on the rank's slot, and ends the stretch of an emulated device."""
+@dataclass(slots=True)
+class StepClock:
+    """Where a rank's step goes: stretches of computing by the operation whose collective ends them, and the collectives.
 
-    def __init__(self, inner: Communicator, slot: Slot, slow_down: SlowDown) -> None:
+    On a CPU a stretch computes for the CPU time of its thread (times the factor of an emulated device); what is left of it is a stall.
+    On a CUDA device the thread only launches, so the whole stretch counts as computing.
+    """
+
+    slow_down: SlowDown
+    counts_cpu_time: bool
+    compute_s: float = 0.0
+    stall_s: float = 0.0
+    communication_s: float = 0.0
+    busy_s: list[float] = field(default_factory=lambda: [0.0] * len(OPERATIONS))
+    _wall_s: float = 0.0
+    _cpu_s: float = 0.0
+
+    def start(self) -> None:
+        """A stretch of computing begins."""
+        self.slow_down.begin()
+        self._wall_s, self._cpu_s = time.perf_counter(), time.thread_time()
+
+    def end_stretch(self, operation: int) -> None:
+        """A collective begins."""
+        cpu_s = (time.thread_time() - self._cpu_s) * self.slow_down.factor
+        self.slow_down.end()
+        now = time.perf_counter()
+        wall_s = now - self._wall_s
+        compute_s = min(cpu_s, wall_s) if self.counts_cpu_time else wall_s
+        self.compute_s += compute_s
+        self.stall_s += wall_s - compute_s
+        self.busy_s[operation] += wall_s
+        self._wall_s = now
+
+    def end_collective(self) -> None:
+        self.communication_s += time.perf_counter() - self._wall_s
+        self.start()
+
+
+class WatchedCommunicator:
+    """A communicator that shows on the rank's slot when it waits, and tells the clock which operation each collective ends.
+
+    A step's all-reduces alternate, attention and MLP; its gathers belong to the vocabulary.
+    """
+
+    def __init__(self, inner: Communicator, slot: Slot) -> None:
         self._inner = inner
         self._slot = slot
-        self._slow_down = slow_down
+        self._sums = 0
+        self.clock: StepClock | None = None
         self.rank, self.size = inner.rank, inner.size
 
-    def _before(self) -> None:
-        self._slow_down.end()
+    def begin_step(self, clock: StepClock) -> None:
+        self.clock, self._sums = clock, 0
+        clock.start()
+
+    def _before(self, operation: int) -> None:
+        if self.clock is not None:
+            self.clock.end_stretch(operation)
         self._slot.tick()
         self._slot.enter(Phase.WAITING)
 
     def _after(self) -> None:
         self._slot.enter(Phase.COMPUTING)
-        self._slow_down.begin()
+        if self.clock is not None:
+            self.clock.end_collective()
 
     def all_reduce(self, tensor: torch.Tensor, *, urgent: bool = False) -> None:
-        self._before()
+        self._before(self._sums % 2)
+        self._sums += 1
         self._inner.all_reduce(tensor, urgent=urgent)
         self._after()
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        self._slow_down.end()
-        self._slot.tick()
-        return self._inner.start_all_reduce(tensor)
+        self._before(self._sums % 2)
+        self._sums += 1
+        pending = self._inner.start_all_reduce(tensor)
+        self._after()
+        return pending
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._before()
+        self._before(2)
         parts = self._inner.all_gather(tensor)
         self._after()
         return parts
@@ -89,7 +142,7 @@ class StepRunner:
         self._slow_down = SlowDown(order.slow_factor)
         self._checkpoint = open_checkpoint(order.model)
         self._model: TpModel | None = None
-        self._communicator: Communicator | None = None
+        self._communicator: WatchedCommunicator | None = None
         self._states: dict[int, SamplingState] = {}
         self._plans: dict[int, LayerPlans] = {}
         self._room: dict[int, int] = {}  # tokens_max by slot
@@ -149,7 +202,7 @@ class StepRunner:
             is_alive=is_current,
             torch_device=self._order.device,
         )
-        self._communicator = WatchedCommunicator(inner, self._slot, self._slow_down)
+        self._communicator = WatchedCommunicator(inner, self._slot)
         rank = order.members.index(self._worker)
         self._is_lowest = rank == 0
         if order.keeps_kv and self._model is not None and self._model.plan_versions:
@@ -225,6 +278,9 @@ class StepRunner:
                 raise RuntimeError("SWITCH to a plan that was never prepared in this epoch")
             self.model.use_plan(self._prepared_plan)
             self._plans[self._prepared_plan.version] = self._prepared_plan
+        if order.columns is not None:
+            self.model.slide_columns(order.columns)
+            self._plans[order.columns.version] = order.columns
         self._prepared_plan = None
         return Switched(moved, received, time.perf_counter() - began_s)
 
@@ -244,17 +300,12 @@ class StepRunner:
         began_s, slept_s = time.perf_counter(), self._slow_down.slept_s
         command = StepCommand.from_wire(wire)
         self._change_slots(command)
-        compute_s = communication_s = stall_s = 0.0
+        clock = StepClock(self._slow_down, self._order.device == "cpu")
         chosen: dict[int, list[int]] = {slot: [] for slot in command.sampled_slots}
         logprobs: dict[int, list[Any]] = {slot: [] for slot in command.sampled_slots}
-        slices = command.slices
+        slices: Sequence[SliceCommand] = command.slices
         for _ in range(command.decode_steps if slices else 0):
-            self._slow_down.begin()
-            sampled = self._forward(slices)
-            timings = self.model.timings
-            compute_s += timings.compute_s
-            communication_s += timings.communication_wait_s
-            stall_s += timings.memory_stall_s
+            sampled = self._forward(slices, clock)
             for slot, token, item in zip(command.sampled_slots, sampled.tokens, sampled.logprobs, strict=True):
                 chosen[slot].append(token)
                 if item is not None:
@@ -262,12 +313,12 @@ class StepRunner:
             if sampled.has_stopped or command.decode_steps == 1:
                 break
             slices = [replace(part, tokens=(chosen[part.slot][-1],), start=part.start + len(chosen[part.slot])) for part in command.slices]
-        emulated_s = self._slow_down.slept_s - slept_s
-        communication_s = max(communication_s - emulated_s, 0.0)  # what was slept before a collective is no waiting for others
-        compute_s += emulated_s
-        host_s = max(time.perf_counter() - began_s - compute_s - communication_s - stall_s, 0.0)
         tokens = [SlotTokens(slot, tuple(ids), tuple(logprobs[slot])) for slot, ids in chosen.items()] if self._is_lowest else []
-        return StepDone(tokens_to_wire(tokens), compute_s, stall_s, communication_s, host_s, emulated_s)
+        host_s = max(time.perf_counter() - began_s - clock.compute_s - clock.stall_s - clock.communication_s, 0.0)
+        return StepDone(
+            tokens_to_wire(tokens), clock.compute_s, clock.stall_s, clock.communication_s, host_s, tuple(clock.busy_s),
+            self._slow_down.slept_s - slept_s,
+        )  # fmt: skip
 
     def _change_slots(self, command: StepCommand) -> None:
         kv = self.model.kv
@@ -297,12 +348,13 @@ class StepRunner:
             self.model.kv.grow(slot, tokens_max)
             self._room[slot] = tokens_max
 
-    def _forward(self, parts: Sequence[SliceCommand]) -> SampledTokens:
+    def _forward(self, parts: Sequence[SliceCommand], clock: StepClock) -> SampledTokens:
+        assert self._communicator is not None
+        self._communicator.begin_step(clock)
         slices = [Slice(part.slot, part.plan_version, part.tokens, part.start, part.wants_sample) for part in parts]
         logits = self.model.forward(slices)
         sampled = [part for part in parts if part.wants_sample]
         if not sampled:
-            self._slow_down.end()
             return SampledTokens((), (), False)
         return sample(
             logits,

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from envs.decision.detection import FailureKind
 from envs.decision.layer_cuts import layer_plans
@@ -47,6 +47,7 @@ from runtime.torch_tp.orders import (
     Switched,
     SwitchOrder,
 )
+from runtime.torch_tp.profiler import RankProfile, StepForecast, balanced_cuts, step_ratio, width_shares, work_units
 from runtime.torch_tp.protocol import (
     PROTOCOL_VERSION,
     FrameReader,
@@ -57,6 +58,7 @@ from runtime.torch_tp.protocol import (
     tokens_match,
     unpack,
 )
+from runtime.torch_tp.rendezvous import RendezvousProcess
 from runtime.torch_tp.resplit import over_members
 from runtime.torch_tp.slot_records import SlotRecords
 from runtime.torch_tp.steps import RankTimings, StepCommand, StepResult, tokens_from_wire
@@ -72,6 +74,7 @@ REBUILDS_IN_A_ROW_MAX = 3
 BLAME_AFTER_S = 0.1
 """A rank that died shows by its socket within ms; if nobody did, a failed collective is nobody's death and the group is rebuilt whole."""
 
+Answer = TypeVar("Answer")
 Child = subprocess.Popen[bytes] | ForkedWorker
 
 
@@ -85,12 +88,13 @@ class GroupGone(GroupError):
 
 @dataclass(frozen=True, slots=True)
 class LostRank:
-    """worker: its id; detail: what was seen. noticed_s: on the monotonic clock."""
+    """worker: its id; detail: what was seen. noticed_s: on the monotonic clock; silent_s: since its last sign of life."""
 
     worker: int
     kind: FailureKind
     detail: str
     noticed_s: float
+    silent_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,17 +252,24 @@ class Supervisor:
         self._unreported: GroupRebuilt | None = None
         self._gone: str | None = None
         self._predicted_step_s = 0.0
+        self._forecast = StepForecast()
+        self.profile = RankProfile([rank.speed for rank in ranks])
+        self.emulated_s = 0.0
         self._records = SlotRecords()
         self._rounds: dict[Kind, _Round] = {}
         self._strangers: dict[socket.socket, tuple[FrameReader, float]] = {}
+        self._post_lock = threading.Lock()
         self._posted: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._drain_wake)
         self._listener: socket.socket | None = None
+        self._store: RendezvousProcess | None = None
+        self._store_deadline_s = float("inf")
         self._started: Future[GroupChange] = Future()
         self._is_closing = False
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     # --- for callers --------------------------------------------------------------------------------------------------------
@@ -301,6 +312,16 @@ class Supervisor:
         """Workers that are loaded and in no group: they can `join`."""
         return tuple(link.worker for link in self._links if link.standing is _Standing.SPARE)
 
+    def await_change(self, epoch: int, deadline_s: float) -> bool:
+        """Wait until the group of that epoch (or a later one) stands; False after `deadline_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self.changes) and self.changes[-1].epoch >= epoch, deadline_s)
+
+    def await_spare(self, worker: int, deadline_s: float) -> bool:
+        """Wait until a worker is loaded and could `join`; False after `deadline_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: worker in self.spares, deadline_s)
+
     def pid_of(self, worker: int) -> int | None:
         """Process id of a worker on this host; None while it is absent, or on another."""
         return self._links[worker].pid
@@ -314,12 +335,32 @@ class Supervisor:
         return self._ask(lambda future: self._begin_step(command, future), self.settings.step_deadline_s)
 
     def next_plan(self, shares: Sequence[float] | None = None, **cuts: Any) -> LayerPlans:
-        """A plan of the next version over the members, by `shares` (None: their speeds); `cuts` as in `layer_cuts.layer_plans`."""
+        """A plan of the next version over the members: by `shares`, or by their measured speeds, per operation.
+
+        cuts: as in `layer_cuts.layer_plans`.
+        """
         if self.model_spec is None:
             raise GroupGone("no group stands yet, so there is nothing to plan for")
         self._version += 1
-        weights = [self._links[worker].settings.speed for worker in self.members] if shares is None else shares
-        return layer_plans(self.model_spec, weights, version=self._version, **cuts)
+        if shares is not None:
+            return layer_plans(self.model_spec, shares, version=self._version, **cuts)
+        return layer_plans(self.model_spec, version=self._version, **{**balanced_cuts(self.profile.speeds(self.members)), **cuts})
+
+    def step_ratio(self, plan: LayerPlans) -> float:
+        """Expected busy time of steps like the last one under `plan` ÷ under the plan in use; 1.0 before the first step."""
+        if not self.members or plan.ranks != len(self.members):
+            return 1.0
+        busy_s = self.profile.last_busy_s[list(self.members)].max(axis=0)
+        return step_ratio(self.profile.speeds(self.members), width_shares(self.plan), width_shares(plan), busy_s)
+
+    def slide_columns(self, plan: LayerPlans) -> Switched:
+        """Cut MLP and vocabulary like `plan` from the next step on: the newest plan's version and heads. Nothing moves."""
+        current = self.plan
+        if plan.version != current.version or any(a.query_heads != b.query_heads for a, b in zip(plan.layers, current.layers, strict=True)):
+            raise ValueError(
+                f"plan version {plan.version}: slide_columns needs the version ({current.version}) and heads of the newest plan"
+            )
+        return self.switch(SwitchOrder(columns=plan), plan)
 
     def prepare(self, order: PrepareOrder) -> Future[Prepared]:
         """Have every rank get ready for a switch, beside the steps. The future ends in GroupError where a rank cannot."""
@@ -336,22 +377,30 @@ class Supervisor:
         def finish(answers: dict[int, Switched]) -> Switched:
             if order.uses_plan and plan is not None:
                 self.plans = (*self.plans, plan)
+            if order.columns is not None:
+                self.plans = (*self.plans[:-1], order.columns)
             moved = answers[min(answers)].moves
             self._records.moved(moved, self.plans[-1].version)
             return Switched(moved, sum(answer.kv_bytes for answer in answers.values()), max(answer.seconds for answer in answers.values()))
 
-        def begin(future: Future[Any]) -> None:
+        def begin(future: Future[Switched]) -> None:
             self._raise_unreported()
             self._order(Kind.SWITCH, order, future, finish, self.settings.step_deadline_s)
 
         return self._ask(begin, self.settings.step_deadline_s)
 
+    def slots_of_plan(self, version: int) -> tuple[int, ...]:
+        """Slots that the ranks hold under a plan; those that the batcher gives up only leave with its next command."""
+        return self._records.of_plan(version)
+
     def release_plan(self, version: int) -> None:
-        """Forget a plan that no slot uses any more, between two steps. Raises: ValueError for the newest or an unknown one."""
+        """Forget a plan that no slot uses any more, between two steps. Raises: ValueError for the newest, an unknown one, or one in use."""
 
         def begin(future: Future[None]) -> None:
             if version not in [plan.version for plan in self.plans[:-1]]:
                 raise ValueError(f"plan version {version} is not an older live plan; live: {[plan.version for plan in self.plans]}")
+            if users := self._records.of_plan(version):
+                raise ValueError(f"plan version {version} is used by slots {list(users)}; move or release them first")
             self.plans = tuple(plan for plan in self.plans if plan.version != version)
             for link in self._members():
                 self._send(link, Message(Kind.RELEASE, self.epoch, version))
@@ -391,8 +440,8 @@ class Supervisor:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, begin: Callable[[Future[Any]], None], deadline_s: float) -> Any:
-        future: Future[Any] = Future()
+    def _ask(self, begin: Callable[[Future[Answer]], None], deadline_s: float) -> Answer:
+        future: Future[Answer] = Future()
         self._post(lambda: begin(future), future)
         return future.result(deadline_s + 30.0)
 
@@ -408,9 +457,10 @@ class Supervisor:
                 if not future.done():
                     future.set_exception(error)
 
-        if self._is_closing or not self._thread.is_alive():
-            raise GroupGone("the supervisor is closed")
-        self._posted.append(run)
+        with self._post_lock:
+            if self._is_closing or not self._thread.is_alive():
+                raise GroupGone(self._gone or "the supervisor is closed")
+            self._posted.append(run)
         self._wake()
 
     def _wake(self) -> None:
@@ -440,10 +490,12 @@ class Supervisor:
             logger.exception("supervisor stopped reason=%s", error)
             self._give_up(f"the supervisor failed: {type(error).__name__}: {error}")
         finally:
-            self._is_closing = True
+            with self._post_lock:
+                self._is_closing = True
             self._tear_down()
 
     def _watch(self, now: float) -> None:
+        self._watch_store()
         self._dying = [process for process in self._dying if process.poll() is None]
         stepping = Kind.DONE in self._rounds or Kind.CONFIGURED in self._rounds
         waiting = {worker for order in self._rounds.values() for worker in order.waiting}
@@ -482,6 +534,7 @@ class Supervisor:
     # --- workers come -------------------------------------------------------------------------------------------------------
 
     def _spawn_all(self) -> None:
+        self._start_store()
         for link in self._links:
             if link.settings.is_remote:
                 link.standing = _Standing.LOADING
@@ -585,7 +638,9 @@ class Supervisor:
 
     def _on_loaded(self, link: _Link, loaded: Loaded) -> None:
         link.loaded = loaded
-        link.standing = _Standing.SPARE
+        with self._changed:
+            link.standing = _Standing.SPARE
+            self._changed.notify_all()
         link.deadline_s = float("inf")
         if self.model_spec is None:
             self.model_spec = loaded.model
@@ -614,7 +669,8 @@ class Supervisor:
             link.process.send_signal(signal.SIGKILL)  # also ends a stopped process; reaped by the watch, nobody waits for it here
             self._dying.append(link.process)
             link.process = None
-        self._lost.append(LostRank(link.worker, kind, detail, self._now_s()))
+        now = self._now_s()
+        self._lost.append(LostRank(link.worker, kind, detail, now, now - max(link.watch.beaten_s, link.watch.progressed_s)))
         logger.warning("rank lost worker=%d kind=%s epoch=%d detail=%s", link.worker, kind.name, self.epoch, detail)
         self._joining = tuple(worker for worker in self._joining if worker != link.worker)
         if was_member or link.worker in self.members:
@@ -644,8 +700,9 @@ class Supervisor:
         if failure.of == Kind.LOAD:
             self._lose(link, FailureKind.RANK_KILLED, failure.detail)
             return
-        order = self._rounds.get(_ANSWERS[Kind(failure.of)])
+        order = self._rounds.get(_ANSWERS.get(Kind(failure.of), Kind.DIE))
         if order is None or link.worker not in order.waiting:
+            self._lose(link, FailureKind.RANK_KILLED, f"failed at what needs no answer: {failure.detail}")  # it is not what we think it is
             return
         order.waiting.discard(link.worker)
         if not failure.is_peer:
@@ -682,6 +739,13 @@ class Supervisor:
 
     def _regroup(self, plans: tuple[LayerPlans, ...] | None = None) -> None:
         """Next epoch: fresh groups over the members that are left and those that join."""
+        address = self._store_address()
+        if address is None:
+            self._store_deadline_s = min(self._store_deadline_s, self._now_s() + self.settings.start_deadline_s)
+            if self._now_s() > self._store_deadline_s:
+                self._give_up("the rendezvous store did not come up; see its output")
+            return
+        self._store_deadline_s = float("inf")
         self._needs_regroup = False
         links = [link for link in self._links if link.standing is _Standing.MEMBER or link.worker in self._joining]
         if not links or self.model_spec is None:
@@ -697,7 +761,7 @@ class Supervisor:
             self._records.clear()
         for link in links:
             link.standing = _Standing.MEMBER
-        configuration = self._configuration(links)
+        configuration = self._configuration(links, address)
         order = _Round(Kind.CONFIGURED, set(members), Future(), self._on_configured, self._now_s() + self.settings.configure_deadline_s)
         self._rounds[Kind.CONFIGURED] = order
         for link in links:
@@ -706,22 +770,51 @@ class Supervisor:
     def _plans_for(self, links: Sequence[_Link]) -> tuple[LayerPlans, ...]:
         assert self.model_spec is not None
         self._version += 1
-        return (layer_plans(self.model_spec, [link.settings.speed for link in links], version=self._version),)
+        cuts = balanced_cuts(self.profile.speeds([link.worker for link in links]))
+        return (layer_plans(self.model_spec, version=self._version, **cuts),)
 
-    def _configuration(self, links: Sequence[_Link]) -> Configuration:
+    def _configuration(self, links: Sequence[_Link], store: tuple[str, int]) -> Configuration:
         by_node: dict[str, list[int]] = {}
         for link in links:
             by_node.setdefault(link.node, []).append(link.worker)
         settings = self.settings
         domains = tuple(tuple(workers) for workers in by_node.values())
-        host, port = self._store_address(len(domains) > 1)
         return Configuration(
-            self.members, domains, settings.communicator, host, port, self._segment_names(domains), settings.collective_deadline_s,
+            self.members, domains, settings.communicator, *store, self._segment_names(domains), settings.collective_deadline_s,
             self.plans, self._keeps_kv, self._records.all() if self._joining else (),
         )  # fmt: skip
 
-    def _store_address(self, is_needed: bool) -> tuple[str, int]:
-        return "", 0
+    @property
+    def _needs_store(self) -> bool:
+        """Groups inside one host meet in shared memory; all others need the store."""
+        nodes = {link.settings.node for link in self._links} | {link.worker for link in self._links if link.settings.is_remote}
+        return (
+            len(nodes) > 1
+            or self.settings.communicator not in ("auto", "shm")
+            or any(link.settings.device != "cpu" for link in self._links)
+        )
+
+    def _start_store(self) -> None:
+        """A process of its own, so that no rank owns it. Where no group needs it, it is still there to sweep up after us."""
+        if self._needs_store or self._nursery is None:
+            self._store = RendezvousProcess(self.settings.listen_host or "127.0.0.1")
+
+    def _watch_store(self) -> None:
+        """A dead store harms no group that stands; the next one meets at a new one."""
+        if self._store is not None and not self._store.is_alive:
+            logger.warning("rendezvous store died pid=%d; starting another", self._store.pid)
+            self._store.close()
+            self._start_store()
+
+    def _store_address(self) -> tuple[str, int] | None:
+        """Where this epoch's group meets; ("", 0) where it needs no store; None while the store has not told yet."""
+        if not self._needs_store:
+            return "", 0
+        assert self._store is not None
+        try:
+            return self._store.address(0.0)
+        except (TimeoutError, RuntimeError):
+            return None
 
     def _segment_names(self, domains: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
         return tuple(segment_name(self.epoch, f"domain{index}") for index in range(len(domains)))
@@ -733,7 +826,9 @@ class Supervisor:
             self.epoch, self.members, self.plan.version, max(answer.seconds for answer in answers.values()),
         )  # fmt: skip
         is_first = not self.changes
-        self.changes.append(change)
+        with self._changed:
+            self.changes.append(change)
+            self._changed.notify_all()
         self._lost, self._joining, self._keeps_kv = [], (), False
         detail = self._failure_detail or "; ".join(f"worker {lost.worker} lost: {lost.detail}" for lost in change.lost)
         self._failure_detail = ""
@@ -754,11 +849,12 @@ class Supervisor:
         if link.standing is not _Standing.ABSENT or link.settings.is_remote:
             raise ValueError(f"worker {worker} is {link.standing.value}{' and remote' if link.settings.is_remote else ''}; only a lost "
                              "local one can be started again")  # fmt: skip
+        self.profile.forget(worker)
         self._spawn(link)
         future.set_result(None)
 
     def _change_members(self, joining: tuple[int, ...], leaving: tuple[int, ...], future: Future[GroupChange]) -> None:
-        if self._rounds or self._needs_regroup or not self.members:
+        if self._rounds or self._needs_regroup or not self.members or self._store_address() is None:
             raise GroupError("the group is busy or being rebuilt; change its members between two steps, with no plan in preparation")
         absent = [worker for worker in joining if worker not in self.spares]
         if absent:
@@ -852,10 +948,17 @@ class Supervisor:
                 RankTimings(worker, done.compute_s, done.memory_stall_s, done.communication_s, done.host_s)
                 for worker, done in sorted(answers.items())
             )
-            result = StepResult(command.step, tokens_from_wire(answers[min(answers)].tokens), timings, began_s, self._now_s())
+            now = self._now_s()
+            result = StepResult(command.step, tokens_from_wire(answers[min(answers)].tokens), timings, began_s, now)
             self._records.apply(command, result)
+            self._forecast.observe(command, result.passes, now - began_s)
+            if command.slices:
+                units = work_units(self.plans, command, result.passes)
+                self.profile.observe(self.members, units, {worker: done.busy_s for worker, done in answers.items()}, now)
+            self.emulated_s += sum(done.emulated_s for done in answers.values())
             return result
 
+        self._predicted_step_s = self._forecast.predict(command)
         self._order(Kind.STEP, command.to_wire(), future, finish, self.settings.step_deadline_s, command.step)
 
     def _raise_unreported(self) -> None:
@@ -889,6 +992,8 @@ class Supervisor:
 
     def _tear_down(self) -> None:
         self._give_up(self._gone or "the supervisor is closed")
+        while self._posted:
+            self._posted.popleft()()
         for link in self._links:
             if link.connection is not None:
                 self._send(link, Message(Kind.DIE, self.epoch))
@@ -907,6 +1012,8 @@ class Supervisor:
             link.standing = _Standing.ABSENT
         for stranger in list(self._strangers):
             self._forget(stranger)
+        if self._store is not None:
+            self._store.close()
         if self._listener is not None:
             self._listener.close()
         self._selector.close()
