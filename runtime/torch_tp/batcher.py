@@ -18,9 +18,8 @@ from runtime.torch_tp.prefix_index import PrefixIndex
 from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent, TokenLogprobs
 from runtime.torch_tp.resident import HOST, PAUSE, Resident
 from runtime.torch_tp.step_pace import StepPace
-from runtime.torch_tp.steps import NewSlot, PrefixCopy, SliceCommand, SlotGrowth, SlotTokens, StepCommand, StepResult
+from runtime.torch_tp.steps import BROKEN_TOKEN, NewSlot, PrefixCopy, SliceCommand, SlotGrowth, SlotTokens, StepCommand, StepResult
 from runtime.torch_tp.stop_strings import AnswerText, TokenText
-
 
 PASSING_MAX = 8  # so many of the queue are tried while its first does not fit
 
@@ -284,13 +283,9 @@ class Batcher:
             if slot not in self._slot_versions:
                 continue
             self._slot_versions[slot] = version
-            self._index.drop(slot)
-            resident = self._running.get(slot)
-            if resident is not None:
-                resident.plan_version = version
-                self._index.put(slot, version, resident.ids, resident.computed)
-            else:
-                self._evict(slot)
+            self._index.rebind(slot, version)
+            if slot in self._running:
+                self._running[slot].plan_version = version
 
     def drop_retained(self, version: int | None = None) -> None:
         """Give up KV kept for reuse: of one plan version, or (None) all of it."""
@@ -665,6 +660,9 @@ class Batcher:
         """Append tokens up to the end of the answer; a run may have gone on beyond it."""
         before = len(resident.ids)
         for place, token in enumerate(got.tokens):
+            if token == BROKEN_TOKEN:
+                self._end(resident, "error", now_s, detail="the model's output is not finite for this request")
+                return
             resident.ids.append(token)
             resident.got_token(now_s)
             logprobs = got.logprobs[place] if got.logprobs else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from envs.domain.requests import CLASS_INDEX, LATENCY_PARTS, SERVICE_CLASSES
 from runtime.torch_tp.batcher import Batcher, BatcherSettings
 from runtime.torch_tp.requests import GenerationRequest, Refused, SamplingSettings, TokenEvent
 from runtime.torch_tp.step_pace import StepPace
-from runtime.torch_tp.steps import RankTimings, StepCommand, StepResult
+from runtime.torch_tp.steps import BROKEN_TOKEN, RankTimings, StepCommand, StepResult
 from tests.runtime.torch_tp.toy_ranks import EOS, VOCABULARY, ToyRanks, expected_answer
 
 
@@ -156,6 +157,19 @@ def test_a_result_that_does_not_fit_its_command_is_refused():
     assert len(serving.events["r"]) == 1
 
 
+def test_a_request_whose_logits_break_ends_alone():
+    serving = Serving()
+    broken, sound = serving.submit(make("broken")), serving.submit(make("sound", prompt=[9]))
+    serving.step()
+    command = serving.batcher.next_step(serving.now_s)
+    result = serving.ranks.run(command)
+    tokens = tuple(replace(item, tokens=(*item.tokens[:-1], BROKEN_TOKEN)) if item.slot == 0 else item for item in result.tokens)
+    serving.take(serving.batcher.apply(replace(result, tokens=tokens), serving.now_s))
+    serving.run()
+    assert serving.end(broken).finish_reason == "error" and "not finite" in serving.end(broken).detail
+    assert serving.tokens(sound) == expected_answer(sound)
+
+
 def test_cancel_frees_kv_before_the_next_step():
     """With room for one request only, the second takes the room of the first in the step right after the cancellation."""
     serving = Serving(kv_tokens_max=120, slots_max=4)
@@ -249,8 +263,6 @@ def test_prefix_of_another_plan_is_no_hit_and_moved_kv_is_one_again():
 
 
 def command_new(serving: Serving, slot: int, version: int):
-    from dataclasses import replace
-
     return replace(serving.ranks.slots[slot].new, plan_version=version)
 
 
