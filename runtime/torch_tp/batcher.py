@@ -18,8 +18,10 @@ from runtime.torch_tp.prefix_index import PrefixIndex
 from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent, TokenLogprobs
 from runtime.torch_tp.resident import HOST, PAUSE, Resident
 from runtime.torch_tp.step_pace import StepPace
-from runtime.torch_tp.steps import NewSlot, PrefixCopy, SliceCommand, SlotGrowth, SlotTokens, StepCommand, StepResult
+from runtime.torch_tp.steps import BROKEN_TOKEN, NewSlot, PrefixCopy, SliceCommand, SlotGrowth, SlotTokens, StepCommand, StepResult
 from runtime.torch_tp.stop_strings import AnswerText, TokenText
+
+PASSING_MAX = 8  # so many of the queue are tried while its first does not fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class Batcher:
         self._finished = 0
         self._step = 0
         self._calm_steps = 0  # steps since the batch last changed
+        self._tried_after = (0, 0, 0)  # what had happened when others last tried to pass the first of the queue
         # what the next command will order, beside its slices
         self._releases: list[int] = []
         self._new_slots: dict[int, NewSlot] = {}
@@ -280,13 +283,9 @@ class Batcher:
             if slot not in self._slot_versions:
                 continue
             self._slot_versions[slot] = version
-            self._index.drop(slot)
-            resident = self._running.get(slot)
-            if resident is not None:
-                resident.plan_version = version
-                self._index.put(slot, version, resident.ids, resident.computed)
-            else:
-                self._evict(slot)
+            self._index.rebind(slot, version)
+            if slot in self._running:
+                self._running[slot].plan_version = version
 
     def drop_retained(self, version: int | None = None) -> None:
         """Give up KV kept for reuse: of one plan version, or (None) all of it."""
@@ -361,9 +360,11 @@ class Batcher:
             head = self._waiting[0]
             if self._try_admit(head, now_s) or self._displace_for(head, now_s):
                 continue
-            if now_s - head.queued_s < self.settings.starve_after_s:
-                for resident in self._waiting[1 : 1 + self.settings.slots_max]:
+            changes = (self._submitted, self._finished, self.preemptions)  # room comes with one of these
+            if now_s - head.queued_s < self.settings.starve_after_s and changes != self._tried_after:
+                for resident in self._waiting[1 : 1 + PASSING_MAX]:
                     self._try_admit(resident, now_s)
+                self._tried_after = changes
             return
 
     def _try_admit(self, resident: Resident, now_s: float) -> bool:
@@ -604,7 +605,8 @@ class Batcher:
             return 1
         affordable = int(self.settings.burst_s / self.pace.step_s(len(decoding)))
         near = min(s.tokens_left for s in decoding)
-        return max(1, min(self.settings.decode_steps_max, 2 ** min(self._calm_steps, 16), affordable, near))
+        growing = 1 << min(self._calm_steps, 16)
+        return max(1, min(self.settings.decode_steps_max, growing, affordable, near))
 
     def _tpot_limit_s(self, residents: Iterable[Resident]) -> float:
         """Longest step that the strictest of these classes allows. Where one row alone takes longer than that, the limit is
@@ -658,6 +660,9 @@ class Batcher:
         """Append tokens up to the end of the answer; a run may have gone on beyond it."""
         before = len(resident.ids)
         for place, token in enumerate(got.tokens):
+            if token == BROKEN_TOKEN:
+                self._end(resident, "error", now_s, detail="the model's output is not finite for this request")
+                return
             resident.ids.append(token)
             resident.got_token(now_s)
             logprobs = got.logprobs[place] if got.logprobs else None

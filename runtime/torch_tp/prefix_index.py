@@ -53,6 +53,13 @@ class PrefixIndex:
             if not slots:
                 del self._slots_of[key]
 
+    def rebind(self, slot: int, plan_version: int) -> None:
+        """The slot's KV now lies by another plan."""
+        held = self._held.get(slot)
+        if held is not None:
+            self.drop(slot)
+            self.put(slot, plan_version, held.ids, held.computed)
+
     def computed(self, slot: int) -> int:
         """Tokens whose KV `slot` holds; 0 where nothing was put."""
         held = self._held.get(slot)

@@ -6,6 +6,7 @@ the CPU, by the same code on every rank, so that unlike devices decide alike. Ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.torch_tp.requests import SamplingSettings, TokenLogprobs
-from runtime.torch_tp.steps import NewSlot
+from runtime.torch_tp.steps import BROKEN_TOKEN, NewSlot
 
 if TYPE_CHECKING:
     from runtime.torch_tp.shares import Interval
@@ -52,12 +53,12 @@ class SamplingState:
 
     def accept(self, token: int) -> None:
         """The token was chosen: penalties count it from now on."""
-        if self._seen is not None and self._output_counts is not None:
+        if self._seen is not None and self._output_counts is not None and token != BROKEN_TOKEN:
             self._seen[token] = True
             self._output_counts[token] += 1.0
 
     def is_stopped_by(self, token: int) -> bool:
-        return token in self.stop_ids
+        return token in self.stop_ids or token == BROKEN_TOKEN
 
     def adjusted(self, logits: Tensor, first_row: int, position: int) -> Tensor:
         """Logits (rows,) of vocabulary rows first_row, first_row + 1, … with penalties and bans applied; a copy where they change.
@@ -83,7 +84,8 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token per row. logprobs: None where not asked for. has_stopped: some row chose one of its stop ids."""
+    """One token per row, BROKEN_TOKEN where the logits hold NaN or nothing finite. logprobs: None where not asked for.
+    has_stopped: some row is broken or chose one of its stop ids."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
@@ -101,7 +103,6 @@ def sample(
 
     Args: local_logits float32 (rows, vocabulary.width), width 0 allowed; vocabulary: this rank's rows, the ranks' intervals ascending
     and without gaps; states, positions: one per row; a position is the new token's index in prompt + answer.
-    Raises: FloatingPointError when a row holds NaN or has no finite logit, alike on every rank.
     """
     if not local_logits.shape[0] == len(states) == len(positions):
         raise ValueError(f"sample: {local_logits.shape[0]} rows of logits for {len(states)} states and {len(positions)} positions")
@@ -133,20 +134,16 @@ def _greedy(logits: Tensor, first_row: int, communicator: Gatherer) -> list[int]
     everyone = torch.stack(communicator.all_gather(best))  # (ranks, 2, rows)
     values = everyone[:, 0]
     largest, rank = values.max(dim=0)
-    _check_finite(largest)
-    return [int(token) for token in everyone[rank, 1, torch.arange(logits.shape[0])]]
-
-
-def _check_finite(largest: Tensor) -> None:
-    if not bool(torch.isfinite(largest).all()):  # max() passes a NaN on
-        raise FloatingPointError(f"sample: largest logits {largest.tolist()} are not finite; the model's output is broken")
+    tokens = everyone[rank, 1, torch.arange(logits.shape[0])]
+    sound = torch.isfinite(largest)  # max() passes a NaN on
+    return [int(token) if is_sound else BROKEN_TOKEN for token, is_sound in zip(tokens, sound, strict=True)]
 
 
 def _choose(logits: Tensor, state: SamplingState, position: int) -> tuple[int, TokenLogprobs | None]:
     """One row of the whole vocabulary, float32 (rows,) on the CPU."""
-    _check_finite(logits.max())
     adjusted = state.adjusted(logits, 0, position)
-    _check_finite(adjusted.max())
+    if not bool(torch.isfinite(logits.max()) & torch.isfinite(adjusted.max())):
+        return BROKEN_TOKEN, None if state.logprobs is None else TokenLogprobs(-math.inf)
     token = int(adjusted.argmax()) if state.settings.is_greedy else draw(adjusted, state.settings, state.seed, position)
     return token, None if state.logprobs is None else logprobs_of(logits, token, state.logprobs)
 

@@ -15,6 +15,9 @@ from typing import Any
 
 from runtime.torch_tp.requests import SamplingSettings, TokenLogprobs
 
+BROKEN_TOKEN = -1
+"""In place of a token id: the model's logits for this row were not finite. The ranks then end a run of several passes."""
+
 
 @dataclass(frozen=True, slots=True)
 class NewSlot:

@@ -9,23 +9,44 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from envs.decision.length_estimator import LengthEstimator
 from runtime.torch_tp.batcher import Batcher, BatcherSettings
 from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent
 from runtime.torch_tp.steps import StepResult
 from tests.runtime.torch_tp.toy_ranks import EOS, VOCABULARY, ToyRanks, expected_answer
 
 
+TEXTS = [[(7 * i * k + i) % 40 for i in range(60)] for k in range(1, 4)]
+prompts = st.builds(
+    lambda text, length, end: tuple(TEXTS[text][:length] + end),
+    st.integers(0, 2),
+    st.integers(0, 60),
+    st.lists(st.integers(0, 3), min_size=1, max_size=5),
+)  # few beginnings, so that prefixes are shared
+
+
+def short_answers_expected() -> LengthEstimator:
+    """Reservations turn out too small, so that slots must grow and requests be displaced."""
+    lengths = LengthEstimator(prior_answers=0.01)
+    for class_index in range(3):
+        for _ in range(50):
+            lengths.observe(class_index, 3)
+    return lengths
+
+
 class BatcherMachine(RuleBasedStateMachine):
     """Checked throughout: no slot twice, KV tokens conserved here and at the ranks, answers are prefixes of the undisturbed ones, events
     come in order, every request ends once. At the end everything that is left is served, in bounded time."""
 
-    @initialize(pool=st.integers(40, 300), slots=st.integers(1, 6), growth=st.integers(1, 40), block=st.integers(1, 8))
-    def begin(self, pool, slots, growth, block):
+    @initialize(
+        pool=st.integers(40, 300), slots=st.integers(1, 6), growth=st.integers(1, 40), block=st.integers(1, 8), is_short=st.booleans()
+    )
+    def begin(self, pool, slots, growth, block, is_short):
         chosen = BatcherSettings(
             context_tokens=120, kv_tokens_max=pool, slots_max=slots, vocabulary=VOCABULARY, eos_ids=(EOS,), queue_limit=12,
             chunk_tokens_max=32, chunk_tokens_min=4, growth_tokens=growth, block_tokens=block, starve_after_s=0.5, head_start_s=0.3,
         )  # fmt: skip
-        self.batcher = Batcher(chosen)
+        self.batcher = Batcher(chosen, lengths=short_answers_expected() if is_short else None)
         self.ranks = ToyRanks(slots, pool)
         self.now_s = 0.0
         self.command = None
@@ -42,7 +63,7 @@ class BatcherMachine(RuleBasedStateMachine):
             self.events[event.request_id].append(event)
 
     @rule(
-        prompt=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+        prompt=prompts,
         answer=st.integers(1, 60),
         priority=st.integers(0, 2),
         ignore_eos=st.booleans(),
@@ -66,6 +87,14 @@ class BatcherMachine(RuleBasedStateMachine):
         except Refused as error:
             self.refused += 1
             assert error.reason in ("too_long", "queue_full")
+
+    @rule(which=st.integers(0, 200), answer=st.integers(1, 20))
+    def follow_up(self, which, answer):
+        """The next turn of a conversation: prompt, answer and something more."""
+        over = [name for name in self.requests if self.events[name] and self.events[name][-1].finish_reason in ("stop", "length")]
+        if over:
+            before = self.requests[over[which % len(over)]]
+            self.submit((*before.prompt, *expected_answer(before), 1), answer, which % 2, True, None)
 
     @rule(which=st.integers(0, 200))
     def cancel(self, which):
@@ -178,5 +207,5 @@ class BatcherMachine(RuleBasedStateMachine):
         assert report.preemptions <= self.batcher.settings.preemptions_max + 1
 
 
-BatcherMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+BatcherMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 TestBatcherMachine = BatcherMachine.TestCase
