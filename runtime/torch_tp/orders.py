@@ -114,8 +114,8 @@ class Switched:
 @dataclass(frozen=True, slots=True)
 class StepDone:
     """tokens: `steps.tokens_to_wire`, from the lowest rank only. The four times sum up to the step's; memory_stall_s: waiting for
-    memory, by the model's estimate, and time off the core (pages that had to be fetched, a core that was taken). busy_s: by `profiler.OPERATIONS`, stalls included.
-    emulated_s: part of compute_s that was slept, to play a slower device."""
+    memory, by the model's estimate, and time off the core (pages that had to be fetched, a core that was taken). busy_s: by
+    `profiler.OPERATIONS`, stalls included. emulated_s: part of compute_s and stalls that was slept, to play a slower device."""
 
     tokens: list[object]
     compute_s: float

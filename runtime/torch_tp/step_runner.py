@@ -348,8 +348,8 @@ class StepRunner:
         starved_s = min(stall_s * self._slow_down.factor, clock.compute_s)
         host_s = max(time.perf_counter() - began_s - clock.compute_s - clock.stall_s - clock.communication_s, 0.0)
         return StepDone(
-            tokens_to_wire(tokens), clock.compute_s - starved_s, clock.stall_s + starved_s, clock.communication_s, host_s, tuple(clock.busy_s),
-            self._slow_down.slept_s - slept_s,
+            tokens_to_wire(tokens), clock.compute_s - starved_s, clock.stall_s + starved_s, clock.communication_s, host_s,
+            tuple(clock.busy_s), self._slow_down.slept_s - slept_s,
         )  # fmt: skip
 
     def _change_slots(self, command: StepCommand) -> None:

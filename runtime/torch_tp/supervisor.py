@@ -31,6 +31,7 @@ from envs.decision.detection import FailureKind
 from envs.decision.layer_cuts import layer_plans
 from envs.domain.plans import LayerPlans
 from envs.domain.specs import ModelSpec
+from runtime.torch_tp.communicators.segment_names import segment_name
 from runtime.torch_tp.liveness import Phase, ProgressPage, Reading, Slot, Watch, is_suspect, laggards, process_state
 from runtime.torch_tp.nursery import ForkedWorker, Nursery, worker_environment
 from runtime.torch_tp.orders import (
@@ -822,7 +823,7 @@ class Supervisor:
             return None
 
     def _segment_names(self, domains: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
-        return tuple(segment_name(self.epoch, f"domain{index}") for index in range(len(domains)))
+        return tuple(segment_name(os.getpid(), self.epoch, f"domain{index}") for index in range(len(domains)))
 
     def _on_configured(self, answers: dict[int, Configured]) -> GroupChange:
         change = GroupChange(self.epoch, self.members, tuple(self._lost), self._joining, self.plan, self._keeps_kv, self._now_s())
@@ -1060,11 +1061,3 @@ def _kill(process: Child) -> None:
         process.send_signal(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
-
-
-def segment_name(epoch: int, what: str) -> str:
-    """As `communicators.segments` wants it, which cannot be imported here (torch): with this process's pid and start time, so that what a
-    dead controller left can be told from what a living one uses."""
-    pid = os.getpid()
-    ticks = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]
-    return f"ballast-{pid}-{ticks}-e{epoch}-{what}"
