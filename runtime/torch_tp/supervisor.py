@@ -160,7 +160,7 @@ class SupervisorSettings:
     step_deadline_s: float = 300.0
     configure_deadline_s: float = 20.0
     prepare_deadline_s: float = 60.0
-    stop_deadline_s: float = 2.0
+    stop_deadline_s: float = 1.0
     listen_host: str | None = None
     listen_port: int = 0
     token: str | None = None
