@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(folder, config, _weight_files(folder))
 
 
+@lru_cache(maxsize=2)
 def float32_copy(checkpoint: Checkpoint) -> Checkpoint:
     """The same model in float32, written once to the cache: CPUs without 16-bit arithmetic compute in float32 anyway, and a
     mapped file is shared by all ranks where a copy in memory would not be. A float32 checkpoint is returned as it is."""

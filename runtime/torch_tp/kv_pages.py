@@ -18,8 +18,8 @@ from runtime.torch_tp.kv_store import KvFull, SlotBook, SlotEntry, Span
 from runtime.torch_tp.shares import Interval
 
 PAGE_TOKENS = 16
-BATCHES_KEPT = 2
-"""Index tensors of a step are kept for its parts: one per live plan."""
+BATCHES_KEPT = 4
+"""Index tensors of a step are kept for its parts: one per live plan and half batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,13 @@ class _Batch:
 
 
 class PagedKv(SlotBook[_Tables]):
-    """Implements `KvStore`. The pool holds `tokens_max` tokens of all the model's KV heads, or more tokens of fewer heads."""
+    """Implements `KvStore`. The pool holds `tokens_max` tokens of the KV heads of this rank's widest plan so far."""
 
     def __init__(self, config: ModelConfig, *, tokens_max: int, slots_max: int, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(slots_max)
+        super().__init__(tokens_max, slots_max)
         self._device = device
-        pages = -(-tokens_max // PAGE_TOKENS) * config.kv_heads * config.layers
-        self._pool = torch.zeros((pages, 2, PAGE_TOKENS, config.head_dim), dtype=dtype, device=device)
-        self._free = list(range(pages - 1, -1, -1))
+        self._pool = torch.zeros((1, 2, PAGE_TOKENS, config.head_dim), dtype=dtype, device=device)
+        self._free: list[int] = []
         self._batches: dict[tuple[Span, ...], _Batch] = {}
         self._joint_tables: dict[tuple[tuple[int, ...], int, int], Tensor] = {}
 
@@ -62,16 +61,35 @@ class PagedKv(SlotBook[_Tables]):
     def pages_free(self) -> int:
         return len(self._free)
 
+    def add_plan(self, version: int, kv: Sequence[Interval]) -> None:
+        super().add_plan(version, kv)
+        columns = _columns(self._tokens_max) + self._slots_max  # a slot's last page may be partly empty
+        missing = 1 + columns * sum(own.width for own in kv) - self._pool.shape[0]  # page 0 stands for padding
+        if missing > 0:
+            self._free += range(self._pool.shape[0], self._pool.shape[0] + missing)
+            self._pool = torch.cat([self._pool, self._pool.new_zeros((missing, *self._pool.shape[1:]))])
+
     def allocate(self, slot: int, plan_version: int, tokens_max: int) -> None:
         heads = self._check_free(slot, plan_version, tokens_max)
-        columns = -(-tokens_max // PAGE_TOKENS)
+        self._slots[slot] = SlotEntry(plan_version, heads, tokens_max, self._take(slot, heads, _columns(tokens_max)))
+        self._joint_tables.clear()
+
+    def _take(self, slot: int, heads: Sequence[Interval], columns: int) -> _Tables:
         counts = [own.width * columns for own in heads]
         if sum(counts) > len(self._free):
-            raise KvFull(f"no room for slot {slot} of {tokens_max} tokens: {sum(counts)} pages wanted, {len(self._free)} are free")
+            raise KvFull(f"no room for slot {slot}: {sum(counts)} pages wanted, {len(self._free)} are free")
         pages = [self._free.pop() for _ in range(sum(counts))]
         parts = torch.tensor(pages, dtype=torch.int64, device=self._device).split(counts)
-        layers = [part.view(own.width, columns) for part, own in zip(parts, heads, strict=True)]
-        self._slots[slot] = SlotEntry(plan_version, heads, tokens_max, _Tables(pages, layers))
+        return _Tables(pages, [part.view(own.width, columns) for part, own in zip(parts, heads, strict=True)])
+
+    def grow(self, slot: int, tokens_max: int) -> None:
+        entry = self._entry(slot)
+        if tokens_max <= entry.tokens_max:
+            return
+        self._check_tokens(slot, tokens_max - entry.tokens_max)
+        more = self._take(slot, entry.heads, _columns(tokens_max) - _columns(entry.tokens_max))
+        layers = [torch.cat(pair, dim=1) for pair in zip(entry.storage.layers, more.layers, strict=True)]
+        entry.storage, entry.tokens_max = _Tables(entry.storage.pages + more.pages, layers), tokens_max
         self._joint_tables.clear()
 
     def release(self, slot: int) -> None:
@@ -82,7 +100,7 @@ class PagedKv(SlotBook[_Tables]):
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         old, new = self._prefix_pair(source, target, tokens)
-        columns = -(-tokens // PAGE_TOKENS)  # whole pages: what follows the prefix on the last one is never read
+        columns = _columns(tokens)  # whole pages: what follows the prefix on the last one is never read
         for layer, (have, want) in enumerate(zip(old.heads, new.heads, strict=True)):
             common = have.intersection(want)
             if common.width and columns:
@@ -127,7 +145,7 @@ class PagedKv(SlotBook[_Tables]):
 
     def _batch(self, spans: Sequence[Span]) -> _Batch:
         lengths, starts, rows = (torch.tensor([getattr(span, name) for span in spans])[:, None] for name in ("tokens", "start", "row"))
-        columns = -(-int((starts + lengths).max()) // PAGE_TOKENS)
+        columns = _columns(int((starts + lengths).max()))
         step = torch.arange(int(lengths.max()))
         is_query = step < lengths
         inside = torch.where(is_query, step, 0)
@@ -164,3 +182,8 @@ class PagedKv(SlotBook[_Tables]):
         done = scaled_dot_product_attention(queries, held[0], held[1], attn_mask=batch.visible[:, None].repeat(1, 1, group, 1))
         done = done.view(count, heads, group, chunk, dim).permute(0, 3, 1, 2, 4)
         out[batch.query_rows[batch.is_query]] = done[batch.is_query]
+
+
+def _columns(tokens: int) -> int:
+    """Pages that hold this many tokens of one head."""
+    return -(-tokens // PAGE_TOKENS)

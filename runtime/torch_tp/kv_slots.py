@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from runtime.torch_tp.config import ModelConfig
-from runtime.torch_tp.kv_store import KvFull, SlotBook, SlotEntry, Span
+from runtime.torch_tp.kv_store import SlotBook, SlotEntry, Span
 from runtime.torch_tp.shares import Interval
 
 
@@ -27,36 +27,28 @@ class SlotKv(SlotBook[_Blocks]):
     """Implements `KvStore`. `tokens_max` bounds what slots may reserve in all; the system gives memory as tokens are written."""
 
     def __init__(self, config: ModelConfig, *, tokens_max: int, slots_max: int, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(slots_max)
-        self._head_dim, self._tokens_max = config.head_dim, tokens_max
+        super().__init__(tokens_max, slots_max)
+        self._head_dim = config.head_dim
         self._device, self._dtype = device, dtype
-
-    @property
-    def tokens_free(self) -> int:
-        """Tokens that can still be reserved."""
-        return self._tokens_max - sum(entry.tokens_max for entry in self._slots.values())
 
     def allocate(self, slot: int, plan_version: int, tokens_max: int) -> None:
         heads = self._check_free(slot, plan_version, tokens_max)
-        if tokens_max > self.tokens_free:
-            raise KvFull(f"no room for slot {slot} of {tokens_max} tokens: {self.tokens_free} are free")
+        self._slots[slot] = SlotEntry(plan_version, heads, tokens_max, self._blocks(heads, tokens_max))
+
+    def _blocks(self, heads: Sequence[Interval], tokens_max: int) -> _Blocks:
         shapes = [(2, own.width, tokens_max, self._head_dim) for own in heads]
         layers = [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in shapes]
-        addresses = np.array([layer.data_ptr() for layer in layers], dtype=np.int64)
-        self._slots[slot] = SlotEntry(plan_version, heads, tokens_max, _Blocks(layers, addresses))
+        return _Blocks(layers, np.array([layer.data_ptr() for layer in layers], dtype=np.int64))
 
     def grow(self, slot: int, tokens_max: int) -> None:
         entry = self._entry(slot)
         if tokens_max <= entry.tokens_max:
             return
-        if tokens_max - entry.tokens_max > self.tokens_free:
-            raise KvFull(f"no room for slot {slot} to grow to {tokens_max} tokens: {self.tokens_free} are free")
-        shapes = [(2, own.width, tokens_max, self._head_dim) for own in entry.heads]
-        layers = [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in shapes]
-        for new, old in zip(layers, entry.storage.layers, strict=True):
+        self._check_tokens(slot, tokens_max - entry.tokens_max)
+        wider = self._blocks(entry.heads, tokens_max)
+        for new, old in zip(wider.layers, entry.storage.layers, strict=True):
             new[:, :, : entry.length] = old[:, :, : entry.length]
-        entry.storage = _Blocks(layers, np.array([layer.data_ptr() for layer in layers], dtype=np.int64))
-        entry.tokens_max = tokens_max
+        entry.storage, entry.tokens_max = wider, tokens_max
 
     def release(self, slot: int) -> None:
         self._slots.pop(slot, None)

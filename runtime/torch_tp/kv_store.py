@@ -98,12 +98,20 @@ class SlotEntry(Generic[Storage]):
 
 
 class SlotBook(Generic[Storage]):
-    """The part of a KV store that does not depend on how keys lie in memory: plans, slots, lengths, and the refusals."""
+    """The part of a KV store that does not depend on how keys lie in memory: plans, slots, lengths, and the refusals.
 
-    def __init__(self, slots_max: int) -> None:
-        self._slots_max = slots_max
+    Room is counted in tokens, whatever heads a slot holds, so that every rank admits and refuses alike.
+    """
+
+    def __init__(self, tokens_max: int, slots_max: int) -> None:
+        self._tokens_max, self._slots_max = tokens_max, slots_max
         self._plans: dict[int, tuple[Interval, ...]] = {}
         self._slots: dict[int, SlotEntry[Storage]] = {}
+
+    @property
+    def tokens_free(self) -> int:
+        """Tokens that can still be reserved."""
+        return self._tokens_max - sum(entry.tokens_max for entry in self._slots.values())
 
     def add_plan(self, version: int, kv: Sequence[Interval]) -> None:
         self._plans[version] = tuple(kv)
@@ -137,7 +145,7 @@ class SlotBook(Generic[Storage]):
             self._slots[span.slot].length = span.start + span.tokens
 
     def _check_free(self, slot: int, plan_version: int, tokens_max: int) -> tuple[Interval, ...]:
-        """KV heads per layer for a new slot. Raises as `KvStore.allocate` says, but for the room of tokens."""
+        """KV heads per layer for a new slot. Raises as `KvStore.allocate` says."""
         if slot in self._slots:
             raise ValueError(f"slot {slot} is in use; release it first")
         if plan_version not in self._plans:
@@ -146,7 +154,12 @@ class SlotBook(Generic[Storage]):
             raise ValueError(f"slot {slot}: tokens_max={tokens_max} must be at least 1")
         if len(self._slots) >= self._slots_max:
             raise KvFull(f"no room for slot {slot}: all {self._slots_max} slots are in use")
+        self._check_tokens(slot, tokens_max)
         return self._plans[plan_version]
+
+    def _check_tokens(self, slot: int, more: int) -> None:
+        if more > self.tokens_free:
+            raise KvFull(f"no room for {more} tokens (more) of slot {slot}: {self.tokens_free} are free")
 
     def _entry(self, slot: int) -> SlotEntry[Storage]:
         entry = self._slots.get(slot)

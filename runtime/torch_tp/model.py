@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,27 +19,30 @@ from runtime.torch_tp.checkpoint import Checkpoint, float32_copy
 from runtime.torch_tp.kv_pages import PagedKv
 from runtime.torch_tp.kv_slots import SlotKv
 from runtime.torch_tp.kv_store import KvStore
-from runtime.torch_tp.rope import RopeTable
+from runtime.torch_tp.memory_stall import MemoryStall
+from runtime.torch_tp.rope import rope_table
 from runtime.torch_tp.row_kernels import ROWS_MAX
-from runtime.torch_tp.row_step import RowStep
+from runtime.torch_tp.row_step import RowStep, row_weights
 from runtime.torch_tp.shares import Interval, RankShare, share_of
-from runtime.torch_tp.step_layout import Slice, StepLayout, lay_out
+from runtime.torch_tp.step_layout import Slice, StepLayout, halves, lay_out
 from runtime.torch_tp.torch_step import TorchStep
+from runtime.torch_tp.torch_weights import TorchWeights
 
 if TYPE_CHECKING:
-    from runtime.torch_tp.communicators.interface import Communicator
+    from runtime.torch_tp.communicators.interface import Communicator, Pending
 
 __all__ = ["LIVE_PLANS_MAX", "Slice", "StepTimings", "TpModel"]
 
 LIVE_PLANS_MAX = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
     """Where the last forward's time went, in seconds.
 
-    compute_s: CPU time of this thread outside collectives. communication_wait_s: wall time inside them. memory_stall_s: estimate.
-    host_s: laying out the step. wall_s: the whole of it.
+    compute_s: CPU time of this thread outside collectives; memory_stall_s: the part of it spent waiting for memory (an estimate,
+    see `memory_stall.py`). communication_wait_s: wall time inside collectives. host_s: laying out the step. wall_s: all of it.
     """
 
     compute_s: float = 0.0
@@ -56,6 +59,17 @@ class Step(Protocol):
     def attention(self, layer: int) -> Tensor: ...
     def mlp(self, layer: int, columns: Interval) -> Tensor: ...
     def logits(self, rows: Sequence[int], vocabulary: Interval) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A batch, or half of one, on its way through the layers, with the sum that is under way."""
+
+    layout: StepLayout
+    hidden: Tensor
+    step: Step
+    pending: Pending | None = None
+    partial: Tensor | None = None
 
 
 class TpModel:
@@ -83,13 +97,18 @@ class TpModel:
         room = {"tokens_max": kv_tokens_max, "slots_max": slots_max}
         slots = SlotKv(self.config, **room, device=self.device, dtype=dtype) if on_cpu else None
         self.kv: KvStore = slots or PagedKv(self.config, **room, device=self.device, dtype=dtype)
+        self._stall = MemoryStall(self.config, self.device)
         self.timings = StepTimings()
         self.on_layer: Callable[[int], None] | None = None
-        self._rope = RopeTable(self.config, self.config.context_tokens, self.device)
+        self._rope = rope_table(self.config, min(self.config.context_tokens, kv_tokens_max), self.device)
         self._shares: dict[int, RankShare] = {}
         self._newest = -1
-        self._torch_step = TorchStep(self.checkpoint, self.kv, self._shares, self.device, dtype)
-        self._row_step = RowStep(self.checkpoint, slots, self._shares) if slots and dtype == torch.float32 else None
+        self._weights = TorchWeights(self.checkpoint, self.device, dtype)
+        # two of each: halves of a batch in flight at once must not share scratch
+        self._torch_steps = [TorchStep(self.config, self._weights, self.kv, self._shares) for _ in range(2)]
+        self._row_steps: list[RowStep] = []
+        if slots is not None and dtype == torch.float32:
+            self._row_steps = [RowStep(self.config, row_weights(self.checkpoint), slots, self._shares) for _ in range(2)]
         self._embedding = self.checkpoint.tensor("model.embed_tokens.weight")
 
     # --- plans ------------------------------------------------------------------------------------------------------------
@@ -98,6 +117,11 @@ class TpModel:
     def plan_versions(self) -> tuple[int, ...]:
         """Live plans, oldest first."""
         return tuple(self._shares)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Weight bytes copied to the device so far; on a CPU weights are read where they lie and this stays 0."""
+        return self._weights.loaded_bytes
 
     def share(self, version: int | None = None) -> RankShare:
         """This rank's ranges under a live plan; the newest by default."""
@@ -113,10 +137,14 @@ class TpModel:
         if len(self._shares) >= LIVE_PLANS_MAX:
             raise ValueError(f"plans {list(self._shares)} are live; drop one before using version {plan.version}")
         share = share_of(plan, self.config, self.rank)
-        self._torch_step.prepare(share)
+        self._weights.prepare(share)
         self.kv.add_plan(plan.version, share.kv)
         self._shares[plan.version] = share
         self._newest = plan.version
+
+    def ready_plan(self, plan: LayerPlans) -> None:
+        """Fetch what `use_plan` of this plan will need, so that it costs no time then; steps may go on meanwhile, in another thread."""
+        self._weights.prepare(share_of(plan, self.config, self.rank))
 
     def slide_columns(self, plan: LayerPlans) -> None:
         """Cut MLP and vocabulary like `plan` from the next step on: the newest plan's version and heads, other columns and rows.
@@ -125,10 +153,12 @@ class TpModel:
         """
         share = share_of(plan, self.config, self.rank)
         if plan.version != self._newest or share.query != self._shares[self._newest].query:
-            raise ValueError(f"plan version {plan.version} differs in version or heads from the newest, {self._newest}; use_plan it instead")
-        self._torch_step.prepare(share)
+            raise ValueError(
+                f"plan version {plan.version} differs in version or heads from the newest, {self._newest}; use_plan it instead"
+            )
+        self._weights.prepare(share)
         self._shares[plan.version] = share
-        self._torch_step.keep_only(list(self._shares.values()))
+        self._weights.keep_only(self._shares.values())
 
     def drop_plan(self, version: int) -> None:
         """Forget a plan that no slot uses. Dropping the newest returns MLP and vocabulary to the one before (an aborted switch)."""
@@ -137,50 +167,83 @@ class TpModel:
         self.kv.drop_plan(version)
         del self._shares[version]
         self._newest = next(reversed(self._shares), -1)
-        self._torch_step.keep_only(list(self._shares.values()))
+        self._weights.keep_only(self._shares.values())
 
     # --- forward ----------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def forward(self, slices: Sequence[Slice], *, all_logits: bool = False) -> Tensor:
+    def forward(self, slices: Sequence[Slice], *, all_logits: bool = False, overlap: bool = False) -> Tensor:
         """Run one step. Returns float32 logits, shape (rows, own vocabulary rows).
 
         Rows are the last positions of the slices that want logits, in the order given; with `all_logits` every position of them.
+        overlap: compute one half of the slices while the sums of the other half travel (`Communicator.start_all_reduce`); it pays
+        where the link's bandwidth binds. Every rank must ask alike.
         Raises: ValueError for an unknown plan or slot, or a slice that does not continue its slot; whatever the communicator
         raises, in which case no slot has grown and the step may be run again.
         """
         started_s, cpu_started_s = time.perf_counter(), time.thread_time()
         self._wait_s = self._wait_cpu_s = 0.0
-        layout = lay_out(slices, self._shares, self._rope, all_logits)
-        for part in layout.parts:
-            self.kv.begin(part.spans)
+        batches = halves(slices) if overlap and len(slices) > 1 else [slices]
+        lanes = [self._lane(index, batch, all_logits) for index, batch in enumerate(batches)]
         host_s = time.perf_counter() - started_s
-        hidden = self._embedding[layout.tokens].to(device=self.device, dtype=self.dtype)
-        step: Step = self._torch_step if self._row_step is None or layout.rows > ROWS_MAX else self._row_step
-        step.begin(layout, hidden)
-        share = self._shares[self._newest]
+        share, in_flight = self._shares[self._newest], len(lanes) > 1
         for layer in range(self.config.layers):
-            hidden += self._summed(step.attention(layer), f"model.layers.{layer}.self_attn.o_proj.bias", self.config.output_bias)
-            hidden += self._summed(step.mlp(layer, share.mlp[layer]), f"model.layers.{layer}.mlp.down_proj.bias", self.config.mlp_bias)
+            prefix, columns = f"model.layers.{layer}.", share.mlp[layer]
+            for lane in lanes:
+                self._finish(lane)
+                self._sum(lane, lane.step.attention(layer), prefix + "self_attn.o_proj.bias", self.config.output_bias, in_flight)
+            for lane in lanes:
+                self._finish(lane)
+                self._sum(lane, lane.step.mlp(layer, columns), prefix + "mlp.down_proj.bias", self.config.mlp_bias, in_flight)
             if self.on_layer is not None:
                 self.on_layer(layer)
-        for part in layout.parts:
-            self.kv.commit(part.spans)
-        logits = step.logits(layout.logit_rows, share.vocabulary)
+        for lane in lanes:
+            self._finish(lane)
+        for lane in lanes:
+            for part in lane.layout.parts:
+                self.kv.commit(part.spans)
+        logits = [lane.step.logits(lane.layout.logit_rows, share.vocabulary) for lane in lanes]
+        compute_s = time.thread_time() - cpu_started_s - self._wait_cpu_s
         self.timings = StepTimings(
-            compute_s=time.thread_time() - cpu_started_s - self._wait_cpu_s,
+            compute_s=compute_s,
             communication_wait_s=self._wait_s,
+            memory_stall_s=self._stall.estimate_s(
+                share, [(lane.layout.rows, logits[i].shape[0]) for i, lane in enumerate(lanes)], compute_s
+            ),
             host_s=host_s,
             wall_s=time.perf_counter() - started_s,
         )
-        return logits
+        return torch.cat(logits) if len(logits) > 1 else logits[0]
 
-    def _summed(self, partial: Tensor, bias: str, has_bias: bool) -> Tensor:
-        """The partial sums of all ranks; a bias on the sum is added once, by rank 0."""
+    def _lane(self, index: int, slices: Sequence[Slice], all_logits: bool) -> _Lane:
+        layout = lay_out(slices, self._shares, self._rope, self.config.vocabulary, all_logits)
+        for part in layout.parts:
+            self.kv.begin(part.spans)
+        hidden = self._embedding[layout.tokens].to(device=self.device, dtype=self.dtype)
+        steps: Sequence[Step] = self._row_steps if self._row_steps and layout.rows <= ROWS_MAX else self._torch_steps
+        steps[index].begin(layout, hidden)
+        return _Lane(layout, hidden, steps[index])
+
+    def _sum(self, lane: _Lane, partial: Tensor, bias: str, has_bias: bool, in_flight: bool) -> None:
+        """Sum `partial` over the ranks into the lane's hidden states, or begin to. A bias on the sum is added once, by rank 0."""
         if has_bias and self.rank == 0:
-            partial += self.checkpoint.tensor(bias).to(device=self.device, dtype=self.dtype)
+            partial += self._weights.whole(bias)
+        if in_flight:
+            lane.pending, lane.partial = self._waiting(lambda: self.communicator.start_all_reduce(partial)), partial
+        else:
+            self._waiting(lambda: self.communicator.all_reduce(partial))
+            lane.hidden += partial
+
+    def _finish(self, lane: _Lane) -> None:
+        if lane.pending is not None:
+            self._waiting(lane.pending.wait)
+            assert lane.partial is not None
+            lane.hidden += lane.partial
+            lane.pending = lane.partial = None
+
+    def _waiting(self, collective: Callable[[], T]) -> T:
         started_s, cpu_started_s = time.perf_counter(), time.thread_time()
-        self.communicator.all_reduce(partial)
+        result = collective()
         self._wait_cpu_s += time.thread_time() - cpu_started_s
         self._wait_s += time.perf_counter() - started_s
-        return partial
+        return result

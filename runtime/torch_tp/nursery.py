@@ -24,7 +24,8 @@ from typing import Any
 
 import msgpack
 
-from runtime.torch_tp.parent_death import die_with_parent, live_on
+from runtime.torch_tp.communicators.segment_names import sweep_stale_segments
+from runtime.torch_tp.parent_death import leave_with_parent, live_on
 
 PROJECT = Path(__file__).resolve().parents[2]
 PRELOADED = ("runtime.torch_tp.step_runner", "runtime.torch_tp.communicators.shared_memory")
@@ -81,10 +82,7 @@ class ForkedWorker:
 
 
 class Nursery:
-    """The controller's half. Start it early: `start` returns at once, the imports go on meanwhile. Not for several threads at once.
-
-    The kernel kills the nursery when the thread that called `start` ends.
-    """
+    """The controller's half. Start it early: `start` returns at once, the imports go on meanwhile. Not for several threads at once."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -160,10 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parent", type=int, required=True)
     settings = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(settings.parent)
+    leave_with_parent(settings.parent)  # while it imports; later the end of the socket says so, and then there is something to clear away
     for module in PRELOADED:
         importlib.import_module(module)
-    live_on()  # from here on the end of the socket says that the parent is gone, and then there is something to clear away
+    live_on()
     gc.freeze()  # what is imported stays shared with the children
     connection = socket.socket(fileno=settings.socket)
     children: set[int] = set()
@@ -193,8 +191,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _clear_away(children: set[int]) -> None:
     """The controller is gone: end its workers, also stopped ones, and take what they had not yet unlinked."""
-    from runtime.torch_tp.communicators.segments import sweep_stale_segments
-
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -22,7 +22,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """What a worker is to hold. slow_factor > 1 emulates a slower device (see `emulation`)."""
+    """What a worker is to hold. slow_factor > 1 emulates a slower device (see `emulation`). uses_network: its groups may reach beyond
+    shared memory, so that it imports what that takes before it says that it is loaded."""
 
     model: str
     device: str
@@ -31,6 +32,7 @@ class LoadOrder:
     kv_tokens_max: int
     slots_max: int
     slow_factor: float
+    uses_network: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,8 @@ class Configuration:
     """One epoch's group. members: worker ids in rank order; domains: the same ids by communication domain.
 
     plans: live plans, oldest first; MLP and vocabulary follow the last. keeps_kv: what the slots hold stays valid (the plans are
-    the old ones, with members that joined at zero width), and `slots` is what those that joined are to know of it; otherwise all slots
-    are dropped.
+    the old ones, with members that joined at zero width), and `slots` is what those that `joined` are to know of it; otherwise all
+    slots are dropped.
     """
 
     members: tuple[int, ...]
@@ -58,6 +60,7 @@ class Configuration:
     deadline_s: float
     plans: tuple[LayerPlans, ...]
     keeps_kv: bool
+    joined: tuple[int, ...] = ()
     slots: tuple[SlotRecord, ...] = ()
 
 
@@ -110,9 +113,9 @@ class Switched:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """tokens: `steps.tokens_to_wire`, from the lowest rank only. The four times sum up to the step's; memory_stall_s: neither computing
-    nor in a collective (pages that had to be fetched, a core that was taken). busy_s: by `profiler.OPERATIONS`, stalls included.
-    emulated_s: part of compute_s that was slept, to play a slower device."""
+    """tokens: `steps.tokens_to_wire`, from the lowest rank only. The four times sum up to the step's; memory_stall_s: waiting for
+    memory, by the model's estimate, and time off the core (pages that had to be fetched, a core that was taken). busy_s: by
+    `profiler.OPERATIONS`, stalls included. emulated_s: part of compute_s and stalls that was slept, to play a slower device."""
 
     tokens: list[object]
     compute_s: float

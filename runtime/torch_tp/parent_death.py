@@ -20,8 +20,20 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(0)
 
 
+def leave_with_parent(parent_pid: int) -> None:
+    """Leave when the parent ends, but not when only the thread that started this process does. As soon as the interpreter gets to it."""
+
+    def look(number: int, frame: object) -> None:
+        if not has_parent(parent_pid):
+            os._exit(0)
+
+    signal.signal(signal.SIGUSR1, look)
+    _set_death_signal(signal.SIGUSR1)
+    look(0, None)
+
+
 def live_on() -> None:
-    """Take `die_with_parent` back: for a child that notices its parent's end by itself and has something to clear away then."""
+    """Take the above back: for a child that notices its parent's end by itself and has something to clear away then."""
     _set_death_signal(0)
 
 

@@ -1,13 +1,15 @@
 """The rendezvous store as a process of its own: torch's TCPStore on a port that the system chose, told to whoever started it.
 
-No rank owns the store, so any rank may die; the store dies with its parent. Should the store itself die, start another one: the next epoch's groups
-use the new address. After its parent's death it also removes the shared-memory segments that the parent's ranks may have left.
+No rank owns the store, so any rank may die; the store dies with its parent. Should the store itself die, start another
+one: the next epoch's groups use the new address. After its parent's death it also removes the shared-memory segments that
+the parent's ranks may have left.
 `python -m runtime.torch_tp.rendezvous` is what runs in the process.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import logging
 import os
@@ -17,10 +19,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from runtime.torch_tp.communicators.segment_names import sweep_stale_segments
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +46,72 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"the rendezvous store cannot listen on {host}:{port} ({error.strerror}); port 0 lets the system choose") from error
+        raise OSError(
+            error.errno, f"the rendezvous store cannot listen on {host}:{port} ({error.strerror}); port 0 lets the system choose"
+        ) from error
     return listener
 
 
-def serve_store(listener: socket.socket) -> Any:
-    """Serve a store on `listener` (whose descriptor it takes over) from threads of torch's; lives as long as the result."""
-    from datetime import timedelta
+def look_up_hosts_in(services: str) -> None:
+    """Which name services this process asks about hosts, as in /etc/nsswitch.conf. Does nothing where the C library has no such setting.
 
+    torch's store asks for the name of every address it connects to, only to log it. Loopback seen as IPv6
+    (::ffff:127.0.0.1) is in no hosts file, so that goes out to the DNS server; where that one is slow or absent each
+    connection takes 5 s or more.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).__nss_configure_lookup(b"hosts", services.encode())
+
+
+def _configured_services() -> str:
+    try:
+        lines = Path("/etc/nsswitch.conf").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("hosts:")), "files dns")
+
+
+@contextlib.contextmanager
+def numeric_addresses_only() -> Iterator[None]:
+    """No question to a DNS server inside."""
+    look_up_hosts_in("files")
+    try:
+        yield
+    finally:
+        look_up_hosts_in(_configured_services())
+
+
+def serve_store(listener: socket.socket) -> Any:
+    """Serve a store on `listener` (whose descriptor it takes over) from threads of torch's; lives as long as the result.
+
+    From then on this process looks up hosts in /etc/hosts only (see `look_up_hosts_in`).
+    """
     from torch.distributed import TCPStore
 
+    look_up_hosts_in("files")
     host, port = listener.getsockname()[:2]
     return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30), master_listen_fd=listener.detach(), use_libuv=True
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
     )
+
+
+def connect_store(address: tuple[str, int], deadline_s: float) -> Any:
+    """A client of the store at (host, port). Raises: OSError when the host has no address, ConnectionError when nobody answers in time."""
+    from torch.distributed import TCPStore
+
+    host, port = address
+    numeric = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    try:
+        with numeric_addresses_only():
+            return TCPStore(numeric, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
+    except (RuntimeError, ValueError) as error:
+        raise ConnectionError(f"no rendezvous store at {host}:{port} within {deadline_s:g} s: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +151,17 @@ class RendezvousProcess:
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--host", host, "--port", str(port), "--parent", str(os.getpid())]
+        command = [
+            sys.executable,
+            "-m",
+            __spec__.name if __spec__ else __name__,
+            "--host",
+            host,
+            "--port",
+            str(port),
+            "--parent",
+            str(os.getpid()),
+        ]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         self._address: tuple[str, int] | None = None
 
@@ -115,7 +183,9 @@ class RendezvousProcess:
                     raise TimeoutError(f"the rendezvous store (pid {self.pid}) told no address within {deadline_s:g} s")
                 piece = os.read(self._process.stdout.fileno(), 256)
                 if not piece:
-                    raise RuntimeError(f"the rendezvous store ended with exit code {self._process.wait(5.0)} before it listened; see its stderr")
+                    raise RuntimeError(
+                        f"the rendezvous store ended with exit code {self._process.wait(5.0)} before it listened; see its stderr"
+                    )
                 line += piece
             host, port = line.decode().split()
             self._address = (host, int(port))
@@ -166,14 +236,12 @@ def main(arguments: list[str] | None = None) -> int:
     print(*address, flush=True)
     while os.getppid() == options.parent:
         time.sleep(PARENT_CHECK_S)
-    del store
+    del store  # closes the port
     _sweep()
-    return 0
+    os._exit(0)  # taking down an interpreter with torch in it is seconds of work on a busy machine
 
 
 def _sweep() -> None:
-    from runtime.torch_tp.communicators.segments import sweep_stale_segments
-
     for pause_s in SWEEPS_AFTER_PARENT_S:
         time.sleep(pause_s)
         sweep_stale_segments()

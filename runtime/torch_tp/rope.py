@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -35,6 +36,12 @@ class RopeTable:
         cos, sin = angles.cos() * scale, angles.sin() * scale
         both = torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)
         return both[0].to(self._device), both[1].to(self._device)
+
+
+@lru_cache(maxsize=4)
+def rope_table(config: ModelConfig, tokens: int, device: torch.device) -> RopeTable:
+    """Shared by all models of a process that ask alike."""
+    return RopeTable(config, tokens, device)
 
 
 def inverse_frequencies(rope: RopeSettings, dim: int, length: int | None = None) -> tuple[Tensor, float]:

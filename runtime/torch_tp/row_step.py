@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -22,18 +23,30 @@ CONTEXT_ROOM = 512
 """Scratch for attention scores grows by this many tokens."""
 
 
+class RowWeights:
+    """numpy views of every whole matrix."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.layers = [_LayerArrays(checkpoint, layer) for layer in range(checkpoint.config.layers)]
+        self.last_norm = checkpoint.tensor("model.norm.weight").numpy()
+        self.head = checkpoint.output_head.numpy()
+
+
+@lru_cache(maxsize=2)
+def row_weights(checkpoint: Checkpoint) -> RowWeights:
+    """Made once per open checkpoint: a rank that joins a new group keeps its views."""
+    return RowWeights(checkpoint)
+
+
 class RowStep:
-    """The kernels' arguments kept ready: numpy views of whole matrices, and scratch per row count.
+    """The kernels' arguments kept ready, with scratch per row count.
 
     Implements `model.Step`. What `attention` and `mlp` return is scratch, valid until the next call; serves one thread.
     """
 
-    def __init__(self, checkpoint: Checkpoint, kv: SlotKv, shares: Mapping[int, RankShare]) -> None:
-        self._config, self._kv, self._shares = checkpoint.config, kv, shares
-        self._eps = np.float32(checkpoint.config.rms_eps)
-        self._layers = [_LayerArrays(checkpoint, layer) for layer in range(checkpoint.config.layers)]
-        self._last_norm = checkpoint.tensor("model.norm.weight").numpy()
-        self._head = checkpoint.output_head.numpy()
+    def __init__(self, config: ModelConfig, weights: RowWeights, kv: SlotKv, shares: Mapping[int, RankShare]) -> None:
+        self._config, self._weights, self._kv, self._shares = config, weights, kv, shares
+        self._eps = np.float32(config.rms_eps)
         self._scratch: dict[int, _Scratch] = {}
         self._scores = np.empty((padded_rows(self._config.group), 0), dtype=np.float32)
         self._bits = np.empty(self._config.mlp_width, dtype=np.int32)
@@ -57,7 +70,7 @@ class RowStep:
         return self._joint
 
     def _attention_part(self, layer: int, part: _PartArrays) -> Tensor:
-        hidden, arrays, share = self._hidden[part.rows], self._layers[layer], self._shares[part.version]
+        hidden, arrays, share = self._hidden[part.rows], self._weights.layers[layer], self._shares[part.version]
         scratch = self._scratch_for(hidden.shape[0])
         query, kv = share.query[layer], share.kv[layer]
         if query.width == 0:
@@ -83,7 +96,7 @@ class RowStep:
         return scratch.partial_rows(hidden.shape[0])
 
     def mlp(self, layer: int, columns: Interval) -> Tensor:
-        hidden, arrays = self._hidden, self._layers[layer]
+        hidden, arrays = self._hidden, self._weights.layers[layer]
         scratch = self._scratch_for(hidden.shape[0])
         if columns.width == 0:
             return scratch.zeroed(hidden.shape[0])
@@ -104,8 +117,8 @@ class RowStep:
         chosen = self._hidden[rows]
         normed = np.empty((padded_rows(len(rows)), self._config.hidden), dtype=np.float32)
         out = np.empty((normed.shape[0], vocabulary.width), dtype=np.float32)
-        row_kernels.rms_normed(chosen, self._last_norm, self._eps, normed)
-        row_kernels.rows_times(normed, self._head, vocabulary.start, vocabulary.end, 0, self._config.hidden, out, 0)
+        row_kernels.rms_normed(chosen, self._weights.last_norm, self._eps, normed)
+        row_kernels.rows_times(normed, self._weights.head, vocabulary.start, vocabulary.end, 0, self._config.hidden, out, 0)
         return torch.from_numpy(out[: len(rows)])
 
     def _scratch_for(self, rows: int) -> _Scratch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -47,8 +48,8 @@ class StepLayout:
         return self.tokens.shape[0]
 
 
-def lay_out(slices: Sequence[Slice], versions: Iterable[int], rope: RopeTable, all_logits: bool) -> StepLayout:
-    """Raises ValueError for no slices, a slice without tokens, or under a plan that is not among `versions`."""
+def lay_out(slices: Sequence[Slice], versions: Iterable[int], rope: RopeTable, vocabulary: int, all_logits: bool) -> StepLayout:
+    """Raises ValueError for no slices, a slice without tokens, with a token id beyond `vocabulary`, or under a plan not in `versions`."""
     if not slices:
         raise ValueError("forward got no slices; give at least one")
     tokens: list[int] = []
@@ -73,5 +74,15 @@ def lay_out(slices: Sequence[Slice], versions: Iterable[int], rope: RopeTable, a
             parts.append(Part(version, slice(first, len(tokens)), tuple(spans)))
     if sum(len(part.spans) for part in parts) != len(slices):
         raise ValueError(f"plan versions {sorted({s.plan_version for s in slices} - set(versions))} are not live; live: {list(versions)}")
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"token id {token} is outside the model's vocabulary of {vocabulary}")
     cos, sin = (torch.cat(column) if len(tables) > 1 else column[0] for column in zip(*tables, strict=True))
     return StepLayout(torch.tensor(tokens), tuple(parts), cos, sin, [row for index in sorted(wanted) for row in wanted[index]])
+
+
+def halves(slices: Sequence[Slice]) -> tuple[Sequence[Slice], Sequence[Slice]]:
+    """At least two slices cut in two runs of nearly equal tokens; alike on every rank, since it looks at token counts only."""
+    ends = list(accumulate(len(piece.tokens) for piece in slices))
+    cut = 1 + min(range(len(slices) - 1), key=lambda index: abs(2 * ends[index] - ends[-1]))
+    return slices[:cut], slices[cut:]

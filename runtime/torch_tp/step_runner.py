@@ -76,10 +76,22 @@ class StepClock:
         self.start()
 
 
+class WatchedPending:
+    """A sum under way, whose wait shows like any collective."""
+
+    def __init__(self, inner: Pending, owner: WatchedCommunicator, operation: int) -> None:
+        self._inner, self._owner, self._operation = inner, owner, operation
+
+    def wait(self) -> None:
+        self._owner.before(self._operation)
+        self._inner.wait()
+        self._owner.after()
+
+
 class WatchedCommunicator:
     """A communicator that shows on the rank's slot when it waits, and tells the clock which operation each collective ends.
 
-    A step's all-reduces alternate, attention and MLP; its gathers belong to the vocabulary.
+    A step's all-reduces alternate, attention and MLP (of two half batches each, where they overlap); its gathers belong to the vocabulary.
     """
 
     def __init__(self, inner: Communicator, slot: Slot) -> None:
@@ -93,34 +105,35 @@ class WatchedCommunicator:
         self.clock, self._sums = clock, 0
         clock.start()
 
-    def _before(self, operation: int) -> None:
+    def before(self, operation: int) -> None:
         if self.clock is not None:
             self.clock.end_stretch(operation)
         self._slot.tick()
         self._slot.enter(Phase.WAITING)
 
-    def _after(self) -> None:
+    def after(self) -> None:
         self._slot.enter(Phase.COMPUTING)
         if self.clock is not None:
             self.clock.end_collective()
 
     def all_reduce(self, tensor: torch.Tensor, *, urgent: bool = False) -> None:
-        self._before(self._sums % 2)
+        self.before(self._sums % 2)
         self._sums += 1
         self._inner.all_reduce(tensor, urgent=urgent)
-        self._after()
+        self.after()
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        self._before(self._sums % 2)
+        operation = self._sums // 2 % 2
+        self.before(operation)
         self._sums += 1
         pending = self._inner.start_all_reduce(tensor)
-        self._after()
-        return pending
+        self.after()
+        return WatchedPending(pending, self, operation)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._before(2)
+        self.before(2)
         parts = self._inner.all_gather(tensor)
-        self._after()
+        self.after()
         return parts
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -159,6 +172,8 @@ class StepRunner:
         """Run one token alone, so that no step pays for imports, compilers and the first reading of the weights."""
         if self._order.device == "cpu":
             importlib.import_module("runtime.torch_tp.communicators.shared_memory")
+        if self._order.uses_network:
+            importlib.import_module("runtime.torch_tp.communicators.gloo")
         spec = self._checkpoint.config.to_spec()
         model = self._new_model(SerialCommunicator(), 0, 16, 1)
         model.use_plan(layer_plans(spec, [1.0]))
@@ -190,6 +205,7 @@ class StepRunner:
         """Leave the old group, join the new one, and hold the KV that stays valid. Raises: PeerLost, CollectiveTimeout."""
         if self._communicator is not None:
             self._communicator.close()
+        self._slot.enter(Phase.WAITING)  # for the others to come
         inner = build_communicator(
             order.communicator,
             epoch=epoch,
@@ -202,25 +218,34 @@ class StepRunner:
             is_alive=is_current,
             torch_device=self._order.device,
         )
+        self._slot.enter(Phase.COMPUTING)
         self._communicator = WatchedCommunicator(inner, self._slot)
         rank = order.members.index(self._worker)
         self._is_lowest = rank == 0
-        if order.keeps_kv and self._model is not None and self._model.plan_versions:
-            self._drop_prepared()
-            self._model.communicator, self._model.rank = self._communicator, rank
-            self._plans = {plan.version: plan for plan in order.plans}
-            return
-        spare = min(self._checkpoint.config.context_tokens, self._order.kv_tokens_max)  # so that one slot at least can move
-        model = self._model = self._new_model(self._communicator, rank, self._order.kv_tokens_max + spare, 2 * self._order.slots_max)
-        model.on_layer = lambda _: self._slot.tick()
-        self._states.clear()
-        self._room.clear()
-        self._mover = self._prepared_plan = None
+        if self._model is None:
+            spare = min(self._checkpoint.config.context_tokens, self._order.kv_tokens_max)  # so that one slot at least can move
+            self._model = self._new_model(self._communicator, rank, self._order.kv_tokens_max + spare, 2 * self._order.slots_max)
+            self._model.on_layer = lambda _: self._slot.tick()
+        model = self._model
+        model.communicator, model.rank = self._communicator, rank
+        self._drop_prepared()
         self._plans = {plan.version: plan for plan in order.plans}
+        if order.keeps_kv and self._worker not in order.joined:
+            return  # a member before, with the same ranges: only its place among the ranks may have changed
+        self._empty(model)
         for plan in order.plans:
             model.use_plan(plan)
         for record in order.slots:
             self._take_over(record)
+
+    def _empty(self, model: TpModel) -> None:
+        """Give up every slot and plan; the model itself is kept, since building one takes longer than a group."""
+        for slot in range(2 * self._order.slots_max):
+            model.kv.release(slot)
+        for version in model.plan_versions:
+            model.drop_plan(version)
+        self._states.clear()
+        self._room.clear()
 
     def _take_over(self, record: SlotRecord) -> None:
         """Know a slot that the others filled before this rank joined; it holds none of its heads, only its length."""
@@ -256,10 +281,13 @@ class StepRunner:
         self._prepared_plan = order.plan
 
         def work() -> Prepared:
+            loaded_bytes = model.loaded_bytes
+            if order.plan is not None:
+                model.ready_plan(order.plan)
             if mover is not None:
                 mover.copy_ahead()
             received = 0 if mover is None else mover.received_bytes
-            return Prepared(slots, 0, received, time.perf_counter() - began_s)
+            return Prepared(slots, model.loaded_bytes - loaded_bytes, received, time.perf_counter() - began_s)
 
         return work
 
@@ -301,11 +329,13 @@ class StepRunner:
         command = StepCommand.from_wire(wire)
         self._change_slots(command)
         clock = StepClock(self._slow_down, self._order.device == "cpu")
+        stall_s = 0.0
         chosen: dict[int, list[int]] = {slot: [] for slot in command.sampled_slots}
         logprobs: dict[int, list[Any]] = {slot: [] for slot in command.sampled_slots}
         slices: Sequence[SliceCommand] = command.slices
         for _ in range(command.decode_steps if slices else 0):
             sampled = self._forward(slices, clock)
+            stall_s += self.model.timings.memory_stall_s
             for slot, token, item in zip(command.sampled_slots, sampled.tokens, sampled.logprobs, strict=True):
                 chosen[slot].append(token)
                 if item is not None:
@@ -314,10 +344,12 @@ class StepRunner:
                 break
             slices = [replace(part, tokens=(chosen[part.slot][-1],), start=part.start + len(chosen[part.slot])) for part in command.slices]
         tokens = [SlotTokens(slot, tuple(ids), tuple(logprobs[slot])) for slot, ids in chosen.items()] if self._is_lowest else []
+        # the model's estimate of waiting for memory is part of what it computed; a slower device waits as many times longer
+        starved_s = min(stall_s * self._slow_down.factor, clock.compute_s)
         host_s = max(time.perf_counter() - began_s - clock.compute_s - clock.stall_s - clock.communication_s, 0.0)
         return StepDone(
-            tokens_to_wire(tokens), clock.compute_s, clock.stall_s, clock.communication_s, host_s, tuple(clock.busy_s),
-            self._slow_down.slept_s - slept_s,
+            tokens_to_wire(tokens), clock.compute_s - starved_s, clock.stall_s + starved_s, clock.communication_s, host_s,
+            tuple(clock.busy_s), self._slow_down.slept_s - slept_s,
         )  # fmt: skip
 
     def _change_slots(self, command: StepCommand) -> None:

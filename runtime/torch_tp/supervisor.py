@@ -31,6 +31,7 @@ from envs.decision.detection import FailureKind
 from envs.decision.layer_cuts import layer_plans
 from envs.domain.plans import LayerPlans
 from envs.domain.specs import ModelSpec
+from runtime.torch_tp.communicators.segment_names import segment_name
 from runtime.torch_tp.liveness import Phase, ProgressPage, Reading, Slot, Watch, is_suspect, laggards, process_state
 from runtime.torch_tp.nursery import ForkedWorker, Nursery, worker_environment
 from runtime.torch_tp.orders import (
@@ -279,10 +280,7 @@ class Supervisor:
 
         Raises: GroupGone when none came up, with what the last one said.
         """
-        if self.settings.listen_host is not None:
-            self._listener = socket.create_server((self.settings.listen_host, self.settings.listen_port))
-            self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self.listen()
         # the loop's thread starts the children, since the kernel kills them when the thread that started them ends
         self._posted.append(self._spawn_all)
         self._thread.start()
@@ -291,6 +289,13 @@ class Supervisor:
         except BaseException:
             self.close()
             raise
+
+    def listen(self) -> None:
+        """Open the door for remote workers, where settings ask for one; `address` then says where. Part of `start`, may come earlier."""
+        if self.settings.listen_host is not None and self._listener is None:
+            self._listener = socket.create_server((self.settings.listen_host, self.settings.listen_port))
+            self._listener.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     @property
     def address(self) -> str | None:
@@ -632,7 +637,7 @@ class Supervisor:
         settings = self.settings
         order = LoadOrder(
             self.model, link.settings.device, settings.dtype, link.settings.threads, settings.kv_tokens_max, settings.slots_max,
-            link.settings.slow_factor,
+            link.settings.slow_factor, self._needs_store,
         )  # fmt: skip
         self._send(link, Message(Kind.LOAD, self.epoch, body=order))
 
@@ -765,6 +770,7 @@ class Supervisor:
         order = _Round(Kind.CONFIGURED, set(members), Future(), self._on_configured, self._now_s() + self.settings.configure_deadline_s)
         self._rounds[Kind.CONFIGURED] = order
         for link in links:
+            link.watch.step_begins(self._now_s())
             self._send(link, Message(Kind.CONFIGURE, self.epoch, self.plan.version, body=configuration))
 
     def _plans_for(self, links: Sequence[_Link]) -> tuple[LayerPlans, ...]:
@@ -781,7 +787,7 @@ class Supervisor:
         domains = tuple(tuple(workers) for workers in by_node.values())
         return Configuration(
             self.members, domains, settings.communicator, *store, self._segment_names(domains), settings.collective_deadline_s,
-            self.plans, self._keeps_kv, self._records.all() if self._joining else (),
+            self.plans, self._keeps_kv, self._joining, self._records.all() if self._joining else (),
         )  # fmt: skip
 
     @property
@@ -817,7 +823,7 @@ class Supervisor:
             return None
 
     def _segment_names(self, domains: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
-        return tuple(segment_name(self.epoch, f"domain{index}") for index in range(len(domains)))
+        return tuple(segment_name(os.getpid(), self.epoch, f"domain{index}") for index in range(len(domains)))
 
     def _on_configured(self, answers: dict[int, Configured]) -> GroupChange:
         change = GroupChange(self.epoch, self.members, tuple(self._lost), self._joining, self.plan, self._keeps_kv, self._now_s())
@@ -1055,11 +1061,3 @@ def _kill(process: Child) -> None:
         process.send_signal(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
-
-
-def segment_name(epoch: int, what: str) -> str:
-    """As `communicators.segments` wants it, which cannot be imported here (torch): with this process's pid and start time, so that what a
-    dead controller left can be told from what a living one uses."""
-    pid = os.getpid()
-    ticks = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]
-    return f"ballast-{pid}-{ticks}-e{epoch}-{what}"

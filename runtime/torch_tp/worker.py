@@ -180,18 +180,28 @@ def connect(address: str) -> socket.socket:
     return connection
 
 
+def _torchrun_address() -> str | None:
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    return f"{host}:{port}" if host and port else None
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m runtime.torch_tp.worker",
-        description=f"One tensor-parallel rank. On another host, start it by hand with the controller's token in {TOKEN_VARIABLE}.",
+        description=f"One tensor-parallel rank. On another host, start it by hand or torchrun, the controller's token in {TOKEN_VARIABLE}.",
     )
-    parser.add_argument("--connect", required=True, help="HOST:PORT of the controller")
-    parser.add_argument("--worker", type=int, required=True, help="worker id, as in the controller's list of ranks")
+    parser.add_argument("--connect", default=_torchrun_address(), help="HOST:PORT of the controller; default: MASTER_ADDR and MASTER_PORT")
+    rank = os.environ.get("RANK")
+    parser.add_argument(
+        "--worker", type=int, default=rank, required=rank is None, help="id in the controller's list of ranks; default: RANK"
+    )
     parser.add_argument("--node", default=socket.gethostname(), help="communication domain; workers of one node share memory")
     parser.add_argument("--page-fd", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--page-slots", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, default=None, help=argparse.SUPPRESS)
     settings = parser.parse_args(arguments)
+    if settings.connect is None:
+        parser.error("--connect HOST:PORT, or MASTER_ADDR and MASTER_PORT, must say where the controller is")
     # Ctrl-C reaches the whole terminal group: the controller decides what it means, and closes us
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if settings.parent is not None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from runtime.torch_tp.communicators.interface import PeerLost
 from runtime.torch_tp.communicators.segments import shorten_naps
 
 MOVES_WAITING_MAX = 64
+LOOK_AROUND_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +33,23 @@ def check_pairs(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[in
     """Raises: ValueError for a peer outside the group, or this rank itself."""
     for peer, _ in (*sends, *receives):
         if not 0 <= peer < size or peer == rank:
-            raise ValueError(f"exchange with peer {peer}: peers of rank {rank} are the other ranks of 0..{size - 1}; copy own data directly")
+            raise ValueError(
+                f"exchange with peer {peer}: peers of rank {rank} are the other ranks of 0..{size - 1}; copy own data directly"
+            )
 
 
 class BulkThread:
     """Runs moves in order. The thread starts with the first one and belongs to the ordinary scheduling class whatever the caller's is."""
 
-    def __init__(self, settings: BulkSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: BulkSettings, is_alive: Callable[[], bool]) -> None:
+        self._settings, self._is_alive = settings, is_alive
         self._work: queue.Queue[tuple[Callable[[], None], Future[None]] | None] = queue.Queue(MOVES_WAITING_MAX)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closed = False
 
     def run(self, move: Callable[[], None]) -> None:
-        """Do `move` on the thread and wait for it; `move` itself keeps to deadlines. Raises: what it raises; PeerLost when closed."""
+        """Do `move` on the thread and wait for it; `move` itself keeps to deadlines. Raises: what it raises; PeerLost when closed or fenced."""
         self.raise_if_closed()
         with self._lock:
             if self._thread is None:
@@ -56,6 +60,8 @@ class BulkThread:
             self._work.put_nowait((move, done))
         except queue.Full as error:
             raise RuntimeError(f"{MOVES_WAITING_MAX} bulk moves are waiting already; let some end first") from error
+        while not wait_for_futures([done], LOOK_AROUND_S).done:
+            self.raise_if_closed()  # the thread may be in a call that nothing interrupts
         done.result()
 
     def pace(self, length_bytes: int, took_s: float) -> None:
@@ -65,8 +71,8 @@ class BulkThread:
             time.sleep(rest_s)
 
     def raise_if_closed(self) -> None:
-        if self._closed:
-            raise PeerLost("this communicator was closed; bulk moves belong to its epoch")
+        if self._closed or not self._is_alive():
+            raise PeerLost("this communicator was closed or fenced; bulk moves belong to its epoch")
 
     def close(self) -> None:
         """Let the move under way end with PeerLost and refuse further ones."""

@@ -1,11 +1,13 @@
 """Collectives over torch's gloo process groups: between hosts, and the yardstick inside one.
 
-Groups are built straight on a prefix of the rendezvous store, never as torch's global default group, so that an epoch's group can be dropped and the
-next one built at once. Sums are made of gathers and added here in rank order: the same bits as through shared memory, whatever the size.
+Groups are built straight on a prefix of the rendezvous store, never as torch's global default group, so that an epoch's
+group can be dropped and the next one built at once. Sums are made of gathers and added here in rank order: the same bits
+as through shared memory, whatever the size.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections import deque
@@ -15,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 
 from runtime.torch_tp.communicators.bulk_thread import BulkSettings, BulkThread, check_pairs
 from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending
 from runtime.torch_tp.communicators.rank_order import sum_in_rank_order
+from runtime.torch_tp.rendezvous import connect_store
 
 LOOK_AROUND_S = 0.02
 GATHER_UP_TO_BYTES = 64 * 1024  # up to here one gather of everything is faster than exchanging pieces
@@ -37,21 +40,10 @@ def local_address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def connect_store(address: tuple[str, int], deadline_s: float) -> TCPStore:
-    """A client of the rendezvous store. Raises: PeerLost when nobody answers there."""
-    host, port = address
-    try:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
-    except (RuntimeError, ValueError) as error:
-        raise PeerLost(f"no rendezvous store at {host}:{port} within {deadline_s:g} s: {error}") from error
-
-
 class GlooGroup:
-    """One gloo process group and the way to wait on it: in short steps, since gloo itself waits for half an hour and cannot be interrupted."""
+    """One gloo process group and the way to wait on it: in short steps, since a wait of gloo cannot be interrupted."""
 
-    def __init__(
-        self, store: TCPStore, name: str, rank: int, size: int, deadline_s: float, is_alive: Callable[[], bool], address: str
-    ) -> None:
+    def __init__(self, store: Any, name: str, rank: int, size: int, deadline_s: float, is_alive: Callable[[], bool], address: str) -> None:
         from torch.distributed import ProcessGroupGloo  # absent from builds of torch without gloo
 
         self._deadline_s, self._is_alive = deadline_s, is_alive
@@ -79,7 +71,9 @@ class GlooGroup:
                 work.wait(timedelta(seconds=LOOK_AROUND_S))
                 return
             except RuntimeError as error:
-                if work.is_completed():
+                text = str(error)
+                # gloo's own word for "not yet"; anything else, or the same of its inner wait, is a failure of the operation
+                if text != "Operation timed out!":
                     self.abandon()
                     raise self._meaning(error, what) from error
             if not self._is_alive():
@@ -87,7 +81,16 @@ class GlooGroup:
                 raise PeerLost(f"{what} ({self._name}): this epoch was fenced")
             if time.monotonic() - begin_s > self._deadline_s:
                 self.abandon()
-                raise CollectiveTimeout(f"{what} ({self._name}): no end within deadline_s={self._deadline_s:g}; a rank is frozen or far too slow")
+                raise CollectiveTimeout(
+                    f"{what} ({self._name}): no end within deadline_s={self._deadline_s:g}; a rank is frozen or far too slow"
+                )
+
+    def wait_uninterrupted(self, work: Any, what: str) -> None:
+        """For sends and receives, which a wait that is cut short would break. Raises: PeerLost, CollectiveTimeout."""
+        try:
+            work.wait(timedelta(seconds=self._deadline_s))
+        except RuntimeError as error:
+            raise self._meaning(error, what) from error
 
     def abandon(self) -> None:
         _abandoned.append(self.group)
@@ -112,12 +115,15 @@ class GlooCommunicator:
             raise ValueError("kind 'gloo' needs store_address=(host, port) of the rendezvous store")
         self.rank, self.size = settings.own_index, len(settings.members)
         self._settings = settings
-        self._store = connect_store(settings.store_address, settings.deadline_s)
+        try:
+            self._store = connect_store(settings.store_address, settings.deadline_s)
+        except OSError as error:
+            raise PeerLost(str(error)) from error
         self._address = local_address_towards(*settings.store_address)
         self._name = f"e{settings.epoch}/{name}"
         self._step, self._urgent, self._bulk = (self._group(lane) for lane in ("step", "urgent", "bulk"))
         self._open: deque[_GlooSum] = deque()
-        self._bulk_thread = BulkThread(BulkSettings())
+        self._bulk_thread = BulkThread(BulkSettings(), settings.is_alive)
 
     def _group(self, lane: str) -> GlooGroup:
         deadline_s, is_alive = self._settings.deadline_s, self._settings.is_alive
@@ -161,14 +167,14 @@ class GlooCommunicator:
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._finish_open()
         own = tensor.contiguous() if tensor.dim() else tensor.reshape(1)
-        columns = own.reshape(-1, own.shape[-1])
         lengths = self._lengths(own)
         longest = max(lengths)
         padded = torch.zeros(max(longest, 1), dtype=torch.uint8)
-        padded[: own.nbytes] = as_bytes(columns)
+        padded[: own.nbytes] = as_bytes(own)
         gathered = self._step.gather_bytes(padded, self.size, "all_gather")
-        rows = own.shape[:-1]
-        return [row[:length].clone().view(own.dtype).reshape(*rows, -1) for row, length in zip(gathered, lengths, strict=True)]
+        column_bytes = own.element_size() * math.prod(own.shape[:-1])
+        shapes = [(*own.shape[:-1], length // column_bytes) for length in lengths]
+        return [row[: lengths[rank]].clone().view(own.dtype).reshape(shapes[rank]) for rank, row in enumerate(gathered)]
 
     def _lengths(self, own: Tensor) -> list[int]:
         length = torch.tensor([own.nbytes], dtype=torch.int64).view(torch.uint8)
@@ -195,7 +201,7 @@ class GlooCommunicator:
                         works.append(post([chunk], peer, 0))
                         moved += chunk.numel()
             for work in works:
-                self._bulk.wait(work, "exchange")
+                self._bulk.wait_uninterrupted(work, "exchange")
             self._bulk_thread.pace(moved, time.monotonic() - begin_s)
         for tensor, buffer in landing:
             if buffer is not tensor:

@@ -108,7 +108,7 @@ _FACTORIES = {
 
 
 def kind_for(domains: Sequence[Sequence[int]], device: torch.device) -> str:
-    """What "auto" stands for: one rank needs nothing, one host shares memory, several hosts do both, single ranks per host use the network."""
+    """What "auto" stands for: one host shares memory, several use the network as well, and one rank needs neither."""
     if sum(len(domain) for domain in domains) == 1:
         return "serial"
     if len(domains) == 1:
@@ -139,7 +139,7 @@ def build_communicator(
         rank, members: rank ids of the whole engine; the communicator's own `rank` is the position among `members`.
         domains: the members by host (communication domain); None means that all share one.
         store_address: host and port of the rendezvous store; not needed for "shm".
-        segment_names: one per domain, see `segments.segment_name`.
+        segment_names: one per domain, see `segment_names.segment_name`.
         deadline_s: for each collective, and for the building itself.
         is_alive: False ends every wait with PeerLost within a millisecond or so (fencing).
     Raises: ValueError for settings that do not fit together; PeerLost or CollectiveTimeout when a member does not come.

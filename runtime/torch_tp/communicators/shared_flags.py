@@ -1,8 +1,8 @@
 """Compiled leaves that wait on, publish to and sum up memory shared between processes, without the interpreter lock.
 
-Flags are 64-bit counters that only grow, each written by one rank. They are read with acquire and written with release order (LLVM would hoist
-a plain load out of its loop), so what a rank wrote before it published is seen by whoever saw the counter. Addresses are plain integers: the
-callers keep the mapping alive.
+Flags are 64-bit counters that only grow, each written by one rank. They are read with acquire and written with release
+order (LLVM would hoist a plain load out of its loop), so what a rank wrote before it published is seen by whoever saw the
+counter. Addresses are plain integers: the callers keep the mapping alive.
 """
 
 from __future__ import annotations

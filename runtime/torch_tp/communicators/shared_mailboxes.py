@@ -1,5 +1,7 @@
-"""Bulk moves between the ranks of one host beside their steps: a ring of chunks per ordered pair of ranks, filled and emptied by a thread of
-low priority that stands back while a step's all-reduce is under way.
+"""Bulk moves between the ranks of one host beside their steps.
+
+A ring of chunks per ordered pair of ranks, filled and emptied by a thread of low priority that stands back while a step's
+all-reduce is under way.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.torch_tp.communicators import shared_flags as flags
-from runtime.torch_tp.communicators.bulk_thread import BulkThread, BulkSettings, check_pairs
+from runtime.torch_tp.communicators.bulk_thread import BulkSettings, BulkThread, check_pairs
 from runtime.torch_tp.communicators.segments import Segment
 from runtime.torch_tp.communicators.waiting import PeerWatch
 
@@ -56,7 +58,7 @@ class Mailboxes:
         self._step_flags = step_flags
         self._counts: dict[tuple[int, int], int] = {}  # chunks passed so far, by (sender, receiver)
         self._scratch = np.zeros(2, np.int64)
-        self._thread = BulkThread(settings if settings is not None else BulkSettings())
+        self._thread = BulkThread(settings if settings is not None else BulkSettings(), watch.is_alive)
 
     @staticmethod
     def _line_bytes(size: int) -> int:

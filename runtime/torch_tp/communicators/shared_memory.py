@@ -1,8 +1,9 @@
 """Collectives of the ranks of one host through memory they all map: no system call, no copy beyond one in and one out.
 
-Each rank has DEPTH slots per lane. Message number n goes into slot n mod DEPTH; a slot is used again when every rank has read what it held, which
-in step has always happened long before, so that an all-reduce is one publish, one wait and one sum, without a barrier. Large tensors travel in
-chunks, each published before the last one is summed; with three or more ranks each rank sums its piece of a chunk and the others copy it.
+Each rank has DEPTH slots per lane. Message number n goes into slot n mod DEPTH; a slot is used again when every rank has
+read what it held, which in step has always happened long before, so that an all-reduce is one publish, one wait and one
+sum, without a barrier. Large tensors travel in chunks, each published before the last one is summed; with three or more
+ranks each rank sums its piece of a chunk and the others copy it.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class Lane:
     def _room_for(self, own: Tensor, length_bytes: int, column_bytes: int, rank: int) -> Tensor:
         if length_bytes % column_bytes:
             raise ValueError(
-                f"all_gather: rank {self._watch.labels[rank]} sent {length_bytes} bytes, no whole number of columns of {column_bytes} bytes; "
+                f"all_gather: rank {self._watch.labels[rank]} sent {length_bytes} bytes, no whole number of {column_bytes}-byte columns; "
                 "all dimensions but the last, and the dtype, must agree"
             )
         return torch.empty((*own.shape[:-1], length_bytes // column_bytes), dtype=own.dtype)
@@ -364,7 +365,5 @@ def build(settings: GroupSettings) -> SharedMemoryCommunicator:
     if len(settings.domains) != 1:
         raise ValueError(f"kind 'shm' needs all members on one host; got domains={settings.domains}; use 'hierarchical'")
     if len(settings.segment_names) != 1:
-        raise ValueError(f"kind 'shm' needs one segment name (segments.segment_name(...)); got {settings.segment_names}")
-    return SharedMemoryCommunicator(
-        settings.segment_names[0], settings.own_index, settings.members, settings.deadline_s, settings.is_alive
-    )
+        raise ValueError(f"kind 'shm' needs one segment name (segment_names.segment_name(...)); got {settings.segment_names}")
+    return SharedMemoryCommunicator(settings.segment_names[0], settings.own_index, settings.members, settings.deadline_s, settings.is_alive)

@@ -13,15 +13,15 @@ from runtime.torch_tp.communicators.interface import CollectiveTimeout, PeerLost
 class PeerWatch:
     """Looks at the members of a group of one host. Cheap enough (a few us) to be asked every few hundred microseconds of waiting.
 
-    Dead peers are seen by process descriptors, which also notice those whose parent has not reaped them yet and are safe against reused pids.
-    `labels` are the members' rank ids, for messages.
+    Dead peers are seen by process descriptors, which also notice those whose parent has not reaped them yet and are safe
+    against reused pids. `labels` are the members' rank ids, for messages.
     """
 
     def __init__(self, labels: Sequence[int], deadline_s: float, is_alive: Callable[[], bool]) -> None:
         self.labels = tuple(labels)
         self.deadline_s = deadline_s
         self.has_left: Callable[[int], bool] = lambda rank: False
-        self._is_alive = is_alive
+        self.is_alive = is_alive
         self._poll = select.epoll()
         self._rank_of: dict[int, int] = {}
         self._suspects: set[tuple[int, int]] = set()
@@ -37,7 +37,7 @@ class PeerWatch:
 
     def look_around(self, waited_s: float, missing: int, what: str) -> None:
         """Return if it is worth waiting on for rank `missing`. Raises: PeerLost, CollectiveTimeout."""
-        if not self._is_alive():
+        if not self.is_alive():
             raise PeerLost(f"{what}: this epoch was fenced while waiting for rank {self.labels[missing]}")
         for descriptor, _ in self._poll.poll(0) if not self._poll.closed else ():
             raise PeerLost(f"{what}: the process of rank {self.labels[self._rank_of[descriptor]]} is dead")

@@ -5,9 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
+
+from envs.domain.plans import LayerPlans
+from runtime.torch_tp.checkpoint import Checkpoint
+from runtime.torch_tp.communicators.serial import SerialCommunicator
+from runtime.torch_tp.model import Slice, TpModel
 
 WAIT_S = 60.0
 T = TypeVar("T")
@@ -27,6 +34,9 @@ class ThreadCommunicator:
             total += part
         tensor.copy_(total)
 
+    def start_all_reduce(self, tensor: Tensor) -> Started:
+        return Started(self, tensor)
+
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self._board[self.rank] = tensor
         self._barrier.wait(WAIT_S)
@@ -36,6 +46,17 @@ class ThreadCommunicator:
 
     def close(self) -> None:
         return
+
+
+@dataclass
+class Started:
+    """A sum that happens only when it is waited for: what is read before that is this rank's part alone."""
+
+    communicator: ThreadCommunicator
+    tensor: Tensor
+
+    def wait(self) -> None:
+        self.communicator.all_reduce(self.tensor)
 
 
 def run_ranks(size: int, work: Callable[[ThreadCommunicator], T]) -> Sequence[T]:
@@ -55,3 +76,50 @@ def run_ranks(size: int, work: Callable[[ThreadCommunicator], T]) -> Sequence[T]
         if errors:
             raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
         return [future.result() for future in futures]
+
+
+class Ranks:
+    """All ranks of one model, driven as one: every call runs on each rank at once."""
+
+    def __init__(self, checkpoint: Checkpoint, size: int, tokens_max: int = 2048) -> None:
+        self.size = size
+        self.models = [TpModel(checkpoint, SerialCommunicator(), rank=rank, kv_tokens_max=tokens_max, slots_max=16) for rank in range(size)]
+
+    def use_plan(self, plan: LayerPlans) -> None:
+        for model in self.models:
+            model.use_plan(plan)
+
+    def allocate(self, slot: int, plan_version: int, tokens_max: int) -> None:
+        for model in self.models:
+            model.kv.allocate(slot, plan_version, tokens_max)
+
+    def forward(self, slices: Sequence[Slice], **how: bool) -> Tensor:
+        """Whole logits, (rows, vocabulary), put together from the ranks' ranges."""
+
+        def work(communicator: ThreadCommunicator) -> Tensor:
+            model = self.models[communicator.rank]
+            model.communicator = communicator
+            return model.forward(slices, **how)
+
+        return torch.cat(list(run_ranks(self.size, work)), dim=1)
+
+    def logits_of(self, slot: int, plan_version: int, ids: Sequence[int], chunks: Sequence[int], start: int = 0) -> Tensor:
+        """Logits of every position of one sequence fed in chunks of these sizes (the last takes the rest)."""
+        out, at = [], 0
+        for size in [*chunks, len(ids)]:
+            piece = ids[at : at + size]
+            if piece:
+                out.append(self.forward([Slice(slot, plan_version, piece, start + at)], all_logits=True))
+            at += len(piece)
+        return torch.cat(out)
+
+    def greedy(self, slot: int, plan_version: int, ids: Sequence[int], count: int, start: int = 0) -> list[int]:
+        """`count` most likely tokens after `ids`, which take positions from `start` on."""
+        chosen: list[int] = []
+        piece = list(ids)
+        for _ in range(count):
+            logits = self.forward([Slice(slot, plan_version, piece, start)])
+            start += len(piece)
+            piece = [int(logits[0].argmax())]
+            chosen += piece
+        return chosen

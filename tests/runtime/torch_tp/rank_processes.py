@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from runtime.torch_tp.communicators.segments import segment_name
+from runtime.torch_tp.communicators.segment_names import segment_name
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["runtime.torch_tp.communicators.shared_memory", "tests.runtime.torch_tp.rank_programs"])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.torch_tp.communicators.interface import Communicator, build_communicator
+from runtime.torch_tp.communicators.interface import Communicator, PeerLost, build_communicator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64, "int64": torch.int64}
 
@@ -54,7 +54,9 @@ def mixed_calls_on(communicator: Communicator, seed: int, calls: int) -> list[by
     pending: list[Any] = []
     for number in range(calls):
         what = int(torch.randint(6, (1,), generator=generator))
-        count = int(torch.randint(1, 90_000, (1,), generator=generator)) if what % 2 else int(torch.randint(1, 700, (1,), generator=generator))
+        count = (
+            int(torch.randint(1, 90_000, (1,), generator=generator)) if what % 2 else int(torch.randint(1, 700, (1,), generator=generator))
+        )
         tensor = part_of(communicator.rank, count, torch.float32) + number
         if what <= 1:
             communicator.all_reduce(tensor)
@@ -149,3 +151,18 @@ def exchange_with_nobody(kind: str, **settings: Any) -> None:
 def _all_here(communicator: Communicator) -> None:
     """Nobody leaves before all have finished: gloo tells a peer that left from one that died by nothing."""
     communicator.all_reduce(torch.zeros(1))
+
+
+def rebuild_after_loss(kind: str, victim: int, deadline_s: float, ready: str, **settings: Any) -> float:
+    """Sum until the victim kills itself; the survivors sum again under epoch + 1."""
+    try:
+        sums_until_lost(kind, "kill", victim, deadline_s, ready, **settings)
+    except PeerLost:
+        survivors = tuple(rank for rank in settings["members"] if rank != victim)
+        fresh = {**settings, "epoch": settings["epoch"] + 1000, "members": survivors, "domains": (survivors,)}
+        communicator = build_communicator(kind, deadline_s=deadline_s, **fresh)
+        total = torch.ones(3)
+        communicator.all_reduce(total)
+        _all_here(communicator)
+        return float(total[0])
+    raise AssertionError("the victim was not missed")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from runtime.torch_tp.communicators.interface import build_communicator
 from runtime.torch_tp.communicators.rank_order import sum_in_rank_order
-from runtime.torch_tp.communicators.segments import segment_folder, segment_name
-
+from runtime.torch_tp.communicators.segment_names import segment_folder, segment_name
 from tests.runtime.torch_tp import rank_programs
 from tests.runtime.torch_tp.rank_processes import ranks
 
@@ -166,7 +166,7 @@ def test_segments_of_dead_owners_are_swept_and_no_others(tmp_path: Path):
     """By owner pid and start time: a pid that is in use again by another process does not protect the file."""
     import subprocess
 
-    from runtime.torch_tp.communicators.segments import start_ticks, sweep_stale_segments
+    from runtime.torch_tp.communicators.segment_names import start_ticks, sweep_stale_segments
 
     child = subprocess.Popen(["sleep", "60"])
     of_child = segment_name(child.pid, 3, "domain0")

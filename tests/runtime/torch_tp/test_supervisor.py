@@ -223,7 +223,17 @@ def test_a_rank_without_work_leaves(dreams, nursery, undisturbed):
         supervisor.release_plan(supervisor.plans[0].version)
         change = supervisor.leave([1])
         assert change.members == (0,) and supervisor.spares == (1,)
-        assert generate(supervisor).tokens == undisturbed[0].tokens
+
+        def before_step(driver: Driver) -> None:
+            if driver.run.steps == 5:
+                assert supervisor.join([1]).keeps_kv  # knows nothing any more of the slots it had
+                driver.slide((1.0, 3.0))
+            if driver.run.steps == 12:
+                driver.slide((1.0, 1.0))
+
+        run = generate(supervisor, before_step)
+        assert run.tokens == undisturbed[0].tokens
+        assert not run.rebuilt and len(run.moved) == 4
 
 
 def test_a_wrong_command_is_refused_and_the_group_goes_on(dreams, nursery, undisturbed):
