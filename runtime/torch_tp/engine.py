@@ -197,6 +197,12 @@ class Engine:
         with self._lock:
             return self.batcher.load(time.monotonic())
 
+    def check(self) -> None:
+        """Raise AssertionError unless slots, KV tokens and requests are conserved."""
+        with self._lock:
+            self.batcher.check()
+            assert set(self._streams) == self.batcher.request_ids, "streams and requests differ"
+
     def measured(self) -> Measured:
         with self._lock:
             return Measured(
