@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +128,19 @@ class Engine:
         ranks: Sequence[RankSettings],
         settings: EngineSettings | None = None,
         *,
+        nursery: Nursery | None = None,
         on_change: Callable[[GroupChange], None] = lambda change: None,
     ) -> Engine:
         """Start workers, load the model, form the group: by the ranks' speeds.
 
+        nursery: one that runs already and is not ours to close; None: as the settings say.
         Raises: CheckpointError for a model that cannot be read, ValueError for bad settings, GroupGone when no rank came up.
         """
         chosen = settings or EngineSettings()
         folder = model_folder(model)
         config = read_config(folder)
         tokenizer = load_tokenizer(folder) if chosen.with_text else None
-        nursery = Nursery() if chosen.has_nursery else None
+        own_nursery = Nursery() if nursery is None and chosen.has_nursery else None
         limits = SupervisorSettings(
             kv_tokens_max=chosen.kv_tokens_max,
             slots_max=chosen.slots_max,
@@ -147,15 +149,15 @@ class Engine:
             **dict(chosen.supervisor or {}),
         )
         try:
-            if nursery is not None:
-                nursery.start()
-            supervisor = Supervisor(folder, ranks, limits, nursery=nursery, on_change=on_change)
+            if own_nursery is not None:
+                own_nursery.start()
+            supervisor = Supervisor(folder, ranks, limits, nursery=nursery or own_nursery, on_change=on_change)
             supervisor.start()
         except BaseException:
-            if nursery is not None:
-                nursery.close()
+            if own_nursery is not None:
+                own_nursery.close()
             raise
-        return cls(supervisor, config, tokenizer, chosen, nursery)
+        return cls(supervisor, config, tokenizer, chosen, own_nursery)
 
     # --- callers ------------------------------------------------------------------------------------------------------------
 
@@ -194,6 +196,12 @@ class Engine:
     def load(self) -> Load:
         with self._lock:
             return self.batcher.load(time.monotonic())
+
+    def check(self) -> None:
+        """Raise AssertionError unless slots, KV tokens and requests are conserved."""
+        with self._lock:
+            self.batcher.check()
+            assert set(self._streams) == self.batcher.request_ids, "streams and requests differ"
 
     def measured(self) -> Measured:
         with self._lock:
@@ -418,13 +426,13 @@ class Engine:
 
 
 def request_for(
-    engine: Engine, request_id: str, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int], max_tokens: int, **more: Any
+    tokenizer: Tokenizer | None, request_id: str, prompt: str | Sequence[Mapping[str, Any]] | Sequence[int], max_tokens: int, **more: Any
 ) -> GenerationRequest:
     """A request from text, a conversation, or token ids; `more` as in GenerationRequest. Raises: ValueError without a tokenizer."""
     if isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping)):
-        if engine.tokenizer is None:
+        if tokenizer is None:
             raise ValueError("text needs a tokenizer; the engine was started without one (with_text=False)")
-        ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else engine.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
     else:
         ids = list(prompt)  # type: ignore[arg-type]
-    return replace(GenerationRequest(request_id, tuple(ids), max_tokens), **more)
+    return GenerationRequest(request_id, tuple(ids), max_tokens, **more)

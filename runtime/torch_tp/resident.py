@@ -77,7 +77,10 @@ class Resident:
             self._admitted_s = now_s
 
     def spend_step(self, began_s: float, ended_s: float, slowest: RankTimings | None, took_part: bool, is_redone: bool) -> None:
-        """A step ran from began_s to ended_s; `slowest` is the rank that the others waited for."""
+        """A step ran from began_s to ended_s; `slowest` is the rank that the others waited for.
+
+        What the step took here beyond what it took that rank, by each one's own clock, is the message's way there and back: host.
+        """
         self.spend_until(began_s, HOST)
         if not took_part:
             self.spend_until(ended_s, QUEUE)
@@ -92,7 +95,7 @@ class Resident:
         self._parts[phase] += slowest.compute_s
         self._parts[STALL] += slowest.memory_stall_s
         self._parts[COMMUNICATION] += slowest.communication_s
-        self._parts[HOST] += slowest.host_s
+        self._parts[HOST] += slowest.host_s + max(0.0, ended_s - began_s - slowest.total_s)
         self._mark_s = ended_s
 
     def got_token(self, now_s: float) -> None:

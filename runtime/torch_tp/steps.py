@@ -170,6 +170,11 @@ class RankTimings:
         """Time that the other ranks may have had to wait for this one."""
         return self.compute_s + self.memory_stall_s
 
+    @property
+    def total_s(self) -> float:
+        """The whole step, by the rank's own clock."""
+        return self.compute_s + self.memory_stall_s + self.communication_s + self.host_s
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

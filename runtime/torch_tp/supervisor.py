@@ -413,6 +413,18 @@ class Supervisor:
 
         self._ask(begin, self.settings.configure_deadline_s)
 
+    def sever(self, worker: int) -> bool:
+        """For drills: cut the connection to a worker, as a failing network would. False where there is none."""
+
+        def begin(future: Future[bool]) -> None:
+            connection = self._links[worker].connection
+            if connection is not None:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            future.set_result(connection is not None)
+
+        return self._ask(begin, self.settings.configure_deadline_s)
+
     def respawn(self, worker: int) -> None:
         """Start a lost worker again; once it is loaded it shows in `spares`. Raises: ValueError while it still runs."""
         self._ask(lambda future: self._respawn(worker, future), self.settings.start_deadline_s)

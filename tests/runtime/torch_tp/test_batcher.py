@@ -579,8 +579,8 @@ def test_parts_come_from_the_slowest_rank_and_add_up():
         result = serving.ranks.run(command)
         fast = RankTimings(0, 0.1, 0.05, 0.60, 0.05)
         slow = RankTimings(1, 0.4, 0.20, 0.15, 0.05)
-        full = StepResult(result.step, result.tokens, (fast, slow), began_s, began_s + 0.8)
-        serving.take(serving.batcher.apply(full, began_s + 0.85))
+        full = StepResult(result.step, result.tokens, (fast, slow), began_s, began_s + 0.81)  # 10 ms on the way
+        serving.take(serving.batcher.apply(full, began_s + 0.86))
     report = serving.events["r"][-1].report
     named = dict(zip(LATENCY_PARTS, report.parts, strict=True))
     assert named["queue_s"] == pytest.approx(0.9)
@@ -589,7 +589,7 @@ def test_parts_come_from_the_slowest_rank_and_add_up():
     assert named["memory_stall_s"] == pytest.approx(0.6)
     assert named["communication_s"] == pytest.approx(0.45)
     assert named["return_s"] == pytest.approx(0.15)
-    assert named["host_s"] == pytest.approx(3 * 0.05 + 0.1 + 2 * 0.15)
+    assert named["host_s"] == pytest.approx(3 * (0.05 + 0.01) + 0.1 + 2 * 0.14)
     assert report.unexplained_s == pytest.approx(0.0, abs=1e-9)
 
 
