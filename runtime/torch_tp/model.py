@@ -142,6 +142,10 @@ class TpModel:
         self._shares[plan.version] = share
         self._newest = plan.version
 
+    def ready_plan(self, plan: LayerPlans) -> None:
+        """Fetch what `use_plan` of this plan will need, so that it costs no time then; steps may go on meanwhile, in another thread."""
+        self._weights.prepare(share_of(plan, self.config, self.rank))
+
     def slide_columns(self, plan: LayerPlans) -> None:
         """Cut MLP and vocabulary like `plan` from the next step on: the newest plan's version and heads, other columns and rows.
 
