@@ -247,7 +247,9 @@ class Experiment:
             lateness_price=config.lateness_price, shaping=config.shaping,
         )  # fmt: skip
         scales = tuple(load * self.load_one for load in config.worlds.train_load)
-        worlds = replace(self._window(config.trace.train_s, "train"), rate_scales=scales)
+        worlds = replace(
+            self._window(config.trace.train_s, "train"), rate_scales=scales, report_delays_s=config.worlds.train_report_delay_s
+        )
         companions = Companions(self.best.without(asked))
         factories = [partial(make_training_env, worlds, companions, env_settings)] * config.training_environments
         run_dir = self.run_dir / agent

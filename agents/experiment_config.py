@@ -66,6 +66,7 @@ class WorldChoice(BaseModel, extra="forbid"):
     test_load: tuple[PositiveFloat, PositiveFloat] = (0.7, 1.15)
     fault_factor: tuple[float, float] = (0.0, 2.0)
     limit_multiplier: PositiveFloat | None = Field(None, description="None: the smallest integer that the median group can meet")
+    train_report_delay_s: tuple[float, float] = Field((0.0, 0.1), description="range over training worlds; others: options.report_delay_s")
     options: dict[str, Any] = Field({}, description="fields of envs.cluster.world.WorldOptions")
 
     @field_validator("options")

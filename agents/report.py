@@ -102,6 +102,7 @@ class PolicyRow:
     counts: dict[str, int]
     parts_mean_s: dict[str, float]
     decisions_per_s: float | None
+    reasons: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,11 @@ class Comparison:
 def _mean(values: Sequence[float | None]) -> float | None:
     present = [value for value in values if value is not None]
     return float(np.mean(present)) if present else None
+
+
+def _totals(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    names = sorted({name for row in counts for name in row})
+    return {name: sum(int(row.get(name, 0)) for row in counts) for name in names}
 
 
 def table_rows(results: EvaluationResults, rng: np.random.Generator) -> list[PolicyRow]:
@@ -138,6 +144,7 @@ def table_rows(results: EvaluationResults, rng: np.random.Generator) -> list[Pol
                 counts={key: sum(int(world["counts"].get(key, 0)) for world in worlds) for key in outcomes},
                 parts_mean_s={key: _mean([world.get("parts_mean_s", {}).get(key) for world in worlds]) or 0.0 for key in parts},
                 decisions_per_s=_mean([world.get("decisions_per_s") for world in worlds]),
+                reasons=_totals([world.get("failure_reasons", {}) for world in worlds]),
             )
         )
     return sorted(rows, key=lambda row: -row.goodput.estimate)
@@ -321,6 +328,7 @@ def _page(results: EvaluationResults, rows: Sequence[PolicyRow], compared: Seque
         '<p class="note">Goodput: weighted share of requests that met every limit of their class, mean over worlds with a '
         "95 % bootstrap interval by world. Percentiles are means over worlds of each world's percentile, failed requests at the "
         "worst value; a dash means nothing was measured. Refused, requests and other ends are totals.</p>",
+        *_reasons_section(rows),
         f"<h2>Difference to {html.escape(results.best_heuristic)}</h2>",
         _comparison_table(compared),
         *(f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>" for caption, svg in figures),
@@ -350,6 +358,16 @@ def _results_table(results: EvaluationResults, rows: Sequence[PolicyRow]) -> str
     classes = sorted({name for row in rows for name in row.per_class})
     lines = [("learned" if row.name in results.learned else "", table_cells(row, classes)) for row in rows]
     return _html_table(table_header(rows), lines)
+
+
+def _reasons_section(rows: Sequence[PolicyRow]) -> list[str]:
+    """Requests without an answer by reason, where there are any."""
+    reasons = sorted({name for row in rows for name in row.reasons})
+    if not reasons:
+        return []
+    lines = [("", (row.name, *(str(row.reasons.get(name, 0)) for name in reasons))) for row in rows]
+    note = "scheduler: the policy refused; queue_full: its group had no slot; class_refused: its class's breaker was open."
+    return ["<h2>Not served, by reason</h2>", _html_table(("policy", *reasons), lines), f'<p class="note">{note}</p>']
 
 
 def _comparison_table(compared: Sequence[Comparison]) -> str:

@@ -27,7 +27,7 @@ from envs.decision import capability
 from envs.decision import predictor as P
 from envs.decision.actions import Decision, DecisionPoint, Scheduler, route_commands, route_mask
 from envs.decision.call_outcomes import Outcome
-from envs.decision.circuit_breaker import BreakerPanel, ProbeLease, State
+from envs.decision.circuit_breaker import BreakerPanel, ClassBreaker, ProbeLease, State
 from envs.decision.length_estimator import LengthEstimator
 from envs.decision.move_candidates import rebalance_candidates, split_candidates
 from envs.decision.request_classes import TypicalPrompts
@@ -83,20 +83,24 @@ class ClusterProcess:
         # in any case, or the kernel would be compiled for integers as well
         self.begin_s = float(self.trace.arrival_s[0]) if len(self.trace.arrival_s) else 0.0
         self.env = simpy.Environment(self.begin_s)
-        seeds = np.random.SeedSequence(world.seed).spawn(5)
-        faults_rng, self._interference_rng, breaker_rng, self.moves_rng, report_rng = (np.random.default_rng(seed) for seed in seeds)
+        seeds = np.random.SeedSequence(world.seed).spawn(6)
+        faults_rng, self._interference_rng, breaker_rng, self.moves_rng, report_rng, class_rng = map(np.random.default_rng, seeds)
         self.groups = GroupSet(world.cluster, world.options, world.trace.prefix_offsets, world.trace.prefix_ids)
         self.groups.set_prefix_block_tokens(world.trace.block_tokens)
         self.state = self.groups.state
         self.state.group_float[:, L.GF_CLOCK_S] = self.begin_s
         self.outcomes = OutcomeTable(world.trace)
-        self.telemetry = Telemetry(self.groups, report_rng)
+        self.telemetry = Telemetry(self.groups, report_rng, len(world.trace))
         self.breakers = BreakerPanel(len(self.groups.groups), now_s=lambda: self.env.now, rng=breaker_rng)
+        limits = [world.options.class_timeout_fraction] * len(SERVICE_CLASSES)
+        self.class_breaker = ClassBreaker(limits, now_s=lambda: self.env.now, rng=class_rng)
+        self._class_leases: dict[int, ProbeLease] = {}
         self.retries = RetryBudget(attempts_max=world.options.attempts_max)
         self._retrying: set[int] = set()
         self.lengths = LengthEstimator()
         self.prompts = TypicalPrompts()
         self._limits = P.class_limits(world.options.limit_multiplier)
+        self._timeouts: list[list[float]] = (self._limits[:, :2] * world.options.class_timeout_limits).tolist()
         self._completions = 0
         self._typical_due = TABLE_REFRESH_COMPLETIONS
         self._typical = self._make_typical(np.array([self.lengths.mean(c) for c in range(len(SERVICE_CLASSES))]))
@@ -227,9 +231,12 @@ class ClusterProcess:
         self._finish_attempt(request_id)
         lease, began_s = self._leases.pop(request_id, None), self._sent_s.pop(request_id, None)
         expected_s = self._expected_s.pop(request_id, None)
+        has_timed_out: bool | None = None if kind == L.RECORD_TOO_LARGE else True
         if kind == L.RECORD_COMPLETED:
+            ttft_s = times[L.RF_FIRST_S] - times[L.RF_ARRIVAL_S]
+            base_s, per_token_s = self._timeouts[ints[L.RI_CLASS]]
+            has_timed_out = ttft_s > base_s + per_token_s * ints[L.RI_PROMPT]
             if expected_s is not None:
-                ttft_s = times[L.RF_FIRST_S] - times[L.RF_ARRIVAL_S]
                 tpot_s = (times[L.RF_FINISH_S] - times[L.RF_FIRST_S]) / max(1, ints[L.RI_GENERATED] - 1)
                 self.telemetry.class_experience.observe(times[L.RF_FINISH_S], group_index, ints[L.RI_CLASS], expected_s, (ttft_s, tpot_s))
             self._completions += 1
@@ -239,6 +246,7 @@ class ClusterProcess:
             self.breakers.breakers[group_index].record(Outcome.FAULT, began_s=began_s, lease=lease, reason="queue timeout")
         else:
             self.breakers.breakers[group_index].record(Outcome.NEUTRAL, lease=lease)
+        self._judge_class(request_id, has_timed_out)
 
     def _finish_attempt(self, request_id: int) -> None:
         is_retry = request_id in self._retrying
@@ -253,8 +261,19 @@ class ClusterProcess:
         self.outcomes.end(request_id, kind, reason, self.env.now, rows)
         if is_attempt:
             self._finish_attempt(request_id)
+        self._judge_class(request_id, True if kind is OutcomeKind.FAILED else None)
         self.log.note(self.env.now, f"{kind.name}:{reason}", -1, request_id)
         self.ended_requests.append(request_id)
+
+    def _judge_class(self, request_id: int, has_timed_out: bool | None) -> None:
+        """Tell the class breaker how a request ended; None: that says nothing of its class (refused, unservable)."""
+        lease = self._class_leases.pop(request_id, None)
+        class_index = int(self.trace.class_index[request_id])
+        if has_timed_out is not None:
+            began_s = float(self.trace.arrival_s[request_id])
+            self.class_breaker.record(class_index, has_timed_out, began_s=began_s, lease=lease)
+        elif lease is not None:
+            self.class_breaker.breakers[class_index].release(lease)
 
     # -- processes
 
@@ -270,6 +289,12 @@ class ClusterProcess:
             if self._is_unservable(i):
                 self.end_request(i, OutcomeKind.UNSERVABLE, "unservable")
                 continue
+            admission = self.class_breaker.admit(int(trace.class_index[i]))
+            if not admission.is_allowed:
+                self.end_request(i, OutcomeKind.REFUSED, "class_refused")
+                continue
+            if admission.lease is not None:
+                self._class_leases[i] = admission.lease
             self._ready.append(Held(self._request(i), arrival_s + self.options.hold_max_s))
         while self.in_system > 0 and self.env.now < self.horizon_s:
             yield self.env.timeout(min(1.0, self.horizon_s - self.env.now) + 1e-9)

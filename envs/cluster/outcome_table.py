@@ -22,6 +22,7 @@ REASONS = (
     "run_ended",
     "breaker_open",
     "preempted_too_often",
+    "class_refused",
 )
 RECORD_REASONS = ("", "queue_timeout", "preempted_too_often", "unservable")
 """Reason of each kind of finished-request record of the kernel (`layout.RECORD_*`)."""

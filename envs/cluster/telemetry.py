@@ -9,6 +9,7 @@ import numpy as np
 
 from envs.cluster.group_set import DRAINING, GroupSet
 from envs.cluster.rank_telemetry import OPERATIONS, RankTelemetry
+from envs.cluster.report_delay import DelayedReports
 from envs.decision import capability
 from envs.decision.class_experience import ClassExperience
 from envs.domain.plans import TpGroup
@@ -54,8 +55,10 @@ def link_of(group: TpGroup) -> LinkSpec:
 class Telemetry:
     """Builds snapshots; keeps what moves slowly (declared hardware, measured ratios) between control ticks and reports."""
 
-    def __init__(self, groups: GroupSet, rng: np.random.Generator) -> None:
+    def __init__(self, groups: GroupSet, rng: np.random.Generator, requests: int) -> None:
         self._groups = groups
+        delay_s = groups.options.report_delay_s
+        self._delayed = DelayedReports(delay_s, requests) if delay_s > 0.0 else None
         count = len(groups.groups)
         self.rate_5s = ArrivalRate(5.0)
         self.rate_60s = ArrivalRate(60.0)
@@ -105,6 +108,25 @@ class Telemetry:
 
     def advance_and_read(self, now_s: float) -> None:
         """Bring the kernel to `now_s` and read it; `snapshot` makes the view of it."""
+        if self._delayed is None:
+            self._advance_and_read(now_s)
+            return
+        reported_s = now_s - self._delayed.delay_s
+        if reported_s > self._delayed.last_s:  # nobody has looked in between: what was reported then is still to be read
+            self._advance_and_read(reported_s)
+            self._delayed.keep(reported_s, *self._columns())
+        self._advance_and_read(now_s)
+        self._delayed.keep(now_s, *self._columns())
+
+    def _columns(self) -> tuple[IntArray, FloatArray, IntArray, IntArray, FloatArray]:
+        """Copies of what was read last: group columns, and residents with their offsets."""
+        residents = self._residents
+        return (
+            self._ints.copy(), self._floats.copy(), self._offset.copy(),
+            self._resident_ints[:residents].copy(), self._resident_floats[:residents].copy(),
+        )  # fmt: skip
+
+    def _advance_and_read(self, now_s: float) -> None:
         self._residents = R.advance_and_read(
             self._groups.state, now_s, self._ints, self._floats, self._offset, self._resident_ints, self._resident_floats
         )
@@ -116,8 +138,10 @@ class Telemetry:
     ) -> ClusterSnapshot:
         """The view at `now_s`, for which `advance_and_read` was called last."""
         groups = self._groups
-        ints, floats = self._ints.copy(), self._floats.copy()
-        residents = self._residents
+        ints, floats, offset, resident_ints, resident_floats = self._columns()
+        report_age_s = self._report_age_s
+        if self._delayed is not None:
+            report_age_s = np.full(len(offset) - 1, self._delayed.apply(now_s, ints, floats, offset, resident_ints, resident_floats))
         is_up = groups.is_up()
         is_draining = groups.flags[DRAINING].copy()
         waiting = ints[R.R_WAITING]
@@ -141,13 +165,13 @@ class Telemetry:
             correction=floats[R.R_CORRECTION],
             oldest_wait_s=floats[R.R_OLDEST_WAIT_S],
             breaker_state=breaker_state,
-            report_age_s=self._report_age_s,
+            report_age_s=report_age_s,
             pause_left_s=floats[R.R_PAUSE_LEFT_S],
             plan_corner=groups.corners.copy(),
             rank_busy_fraction=self.ranks.rank_busy,
             capability=self.capability,
             usd_per_hour=self.usd_per_hour,
-            residents=Residents(self._offset.copy(), self._resident_ints[:residents].copy(), self._resident_floats[:residents].copy()),
+            residents=Residents(offset, resident_ints, resident_floats),
             hold_queue=hold_queue,
             hold_queue_limit=hold_limit,
             arrival_rate_5s=self.rate_5s.per_s(now_s),

@@ -44,7 +44,7 @@ def compile_kernels() -> float:
     A tiny world is played, since the types of its arrays are those of every other one.
     """
     begin = time.process_time()
-    options = WorldOptions(control_tick_s=0.5, drain_s=20.0)
+    options = WorldOptions(control_tick_s=0.5, drain_s=20.0, report_delay_s=0.05)
     # several groups: a column of one row passes for contiguous, which is another type
     world = WorldSpec(load_cluster("mixed-8"), _trace(), seed=0, options=options, name="warm-up")
     cluster = ClusterProcess(world, DECISIONS)

@@ -19,7 +19,10 @@ class WorldOptions:
     interference_sigma: spread of a hidden slow-down per group that wanders (log-normal, redrawn every
     interference_period_s); with use_residual_tables it makes the world differ structurally from the
     schedulers' roofline. limit_multiplier scales the class limits (DESIGN section 8). report_period_s, report_noise: how
-    often ranks report their step times, and the scatter (log-normal) of what they report.
+    often ranks report their step times, and the scatter (log-normal) of what they report. report_delay_s: reports of groups
+    are so much older than the snapshot that shows them; what we have in flight ourselves is always known.
+    class_timeout_fraction: share of a class's requests that may time out before the class is refused for a while; one has
+    timed out when it failed, or its first token came later than class_timeout_limits x its TTFT limit.
 
     default_output_tokens: per class (order of SERVICE_CLASSES), the output that is set aside for a request whose row declares
     no limit: the door and the mask count it in place of the row's length, which nobody knows at arrival. It ends no answer: one
@@ -31,6 +34,9 @@ class WorldOptions:
     interference_period_s: float = 20.0
     report_period_s: float = 1.0
     report_noise: float = 0.03
+    report_delay_s: float = 0.0
+    class_timeout_fraction: float = 0.8
+    class_timeout_limits: float = 10.0
     chunk_tokens_max: int = 2048
     chunk_tokens_min: int = 256
     batch_min: int = 8
@@ -89,6 +95,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "fall_back_stay_s": _SECONDS,
     "attempts_max": (1, 1 << 24),
     "stall_events": (1, 1 << 40),
+    "report_period_s": _PERIOD_S,
+    "report_noise": (0.0, 10.0),
+    "report_delay_s": (0.0, 60.0),
+    "class_timeout_fraction": (1e-6, 1.0),
+    "class_timeout_limits": (1.0, 1e6),
 }
 """Least and largest value of each number; NaN lies in no range."""
 
