@@ -99,7 +99,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "report_noise": (0.0, 10.0),
     "report_delay_s": (0.0, 60.0),
     "class_timeout_fraction": (1e-6, 1.0),
-    "class_timeout_limits": (1.0, 1e6),
+    "class_timeout_limits": (1.0, 1e10),
 }
 """Least and largest value of each number; NaN lies in no range."""
 
