@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
+from agents.mixed_traffic import TracePart
 from agents.row_classes import ClassSource
 from envs.cluster.world import WorldOptions
 from envs.domain.suggestions import unknown_name
@@ -21,10 +22,12 @@ class ExperimentError(ValueError):
 
 
 class TraceChoice(BaseModel, extra="forbid"):
-    """Traffic. `windows_s` are (start, end) seconds in the trace's own time; they must not overlap."""
+    """Traffic: a named trace or a file, or `parts` laid over one another (then `name` is only what tables call them).
+    Windows are (start, end) seconds in the trace's own time; they must not overlap."""
 
     name: str = "azure-conv"
     format: str | None = None
+    parts: list[TracePart] = []
     train_s: tuple[float, float] = (0.0, 2100.0)
     validation_s: tuple[float, float] = (2100.0, 2700.0)
     test_s: tuple[float, float] = (2700.0, 3510.0)
@@ -119,7 +122,7 @@ def load_experiment(name_or_path: str) -> ExperimentConfig:
         if not isinstance(content, dict):
             raise ExperimentError(f"{path}: expected keys and values, found {type(content).__name__}")
         config = ExperimentConfig(**content)
-        config.world_options()
+        _check_world_options(config, path)
         return config
     except ValidationError as error:
         first = error.errors()[0]
@@ -127,5 +130,10 @@ def load_experiment(name_or_path: str) -> ExperimentConfig:
         raise ExperimentError(f"{path}: {where or 'file'}: {first['msg']} (got {first.get('input')!r})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ExperimentError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from error
-    except TypeError as error:
+
+
+def _check_world_options(config: ExperimentConfig, path: Path) -> None:
+    try:
+        config.world_options()
+    except (TypeError, ValueError) as error:
         raise ExperimentError(f"{path}: worlds.options: {error}") from error
