@@ -24,6 +24,7 @@ from agents.cross_entropy import tune_linear_score
 from agents.evaluation import Contestant, WorldRunner, load_one
 from agents.experiment_config import ExperimentConfig
 from agents.export import export_bundle
+from agents.mixed_traffic import mixed_traffic
 from agents.policy_bundle import BundleSchema
 from agents.ppo_training import PpoSettings, RolloutProgress, TrainedPolicy, train_ppo
 from agents.provenance import provenance
@@ -317,8 +318,12 @@ class Experiment:
 
     def _load_trace(self) -> TraceTable:
         choice = self.config.trace
-        table = load_trace(choice.name, choice.format) if _is_file(choice.name) else default_trace(choice.name)
-        table = with_classes(table, self.config.classes.source, self.config.classes.map)
+        if choice.parts:
+            table = mixed_traffic(choice.parts, self.config.classes.source, self.config.seed)
+            table = with_classes(table, mapping=self.config.classes.map)
+        else:
+            table = load_trace(choice.name, choice.format) if _is_file(choice.name) else default_trace(choice.name)
+            table = with_classes(table, self.config.classes.source, self.config.classes.map)
         label = "SYNTHETIC twin" if table.synthetic else "real trace"
         shares = ", ".join(f"{name} {share:.0%}" for name, share in class_shares(table).items())
         self.say(f"traffic: {choice.name} ({label}): {len(table.arrival_s):,} requests over {table.arrival_s[-1]:,.0f} s; {shares}")

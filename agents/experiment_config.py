@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError, field_validator, model_validator
 
+from agents.mixed_traffic import TracePart
 from agents.row_classes import ClassSource
 from envs.cluster.world import WorldOptions
 from envs.domain.suggestions import unknown_name
@@ -28,10 +29,12 @@ class ExperimentError(ValueError):
 
 
 class TraceChoice(BaseModel, extra="forbid"):
-    """Traffic. `windows_s` are (start, end) seconds in the trace's own time; they must not overlap."""
+    """Traffic: a named trace or a file, or `parts` laid over one another (then `name` is only what tables call them).
+    Windows are (start, end) seconds in the trace's own time; they must not overlap."""
 
     name: str = "azure-conv"
     format: str | None = None
+    parts: list[TracePart] = []
     train_s: tuple[float, float] = (0.0, 2100.0)
     validation_s: tuple[float, float] = (2100.0, 2700.0)
     test_s: tuple[float, float] = (2700.0, 3510.0)

@@ -30,7 +30,7 @@ def test_shipped_experiment_names_what_exists(name):
     """Name, trace, clusters, heuristics and PPO settings of each file are known to the parts that will read them."""
     config = load_experiment(name)
     assert config.name == name
-    assert config.trace.name in FILES
+    assert all(name in FILES for name in [part.name for part in config.trace.parts if part.name != "batch"] or [config.trace.name])
     for cluster in config.worlds.clusters:
         groups = len(load_cluster(cluster).groups)
         assert groups + 2 <= config.max_candidates["route"], "a route decision has every group, hold and refuse"
@@ -130,3 +130,12 @@ def test_written_configuration_loads_to_the_same_experiment(tmp_path):
     path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     assert load_experiment(str(path)) == config
     assert config.shortened and not load_experiment("default").shortened
+
+
+def test_parts_and_classes_are_checked(tmp_path):
+    with pytest.raises(ExperimentError, match=r'trace.parts.0: .*service class "chatt" unknown; did you mean "chat"'):
+        load_experiment(written(tmp_path, "trace: {parts: [{name: azure-conv, label: chatt}]}"))
+    with pytest.raises(ExperimentError, match=r"classes.source: .*'trace', 'label' or 'classifier'"):
+        load_experiment(written(tmp_path, "classes: {source: guess}"))
+    with pytest.raises(ExperimentError, match=r"worlds.options.*report_delay_s=-1"):
+        load_experiment(written(tmp_path, "worlds: {options: {report_delay_s: -1}}"))
