@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,7 @@ from runtime.torch_tp.communicators.waiting import PeerWatch
 CHUNK_BYTES = 128 * 1024
 URGENT_CHUNK_BYTES = 32 * 1024
 PIECES_FROM_BYTES = 32 * 1024  # from here, three ranks and more sum a piece each
-PIECE_ALIGNMENT = 32  # elements: pieces begin on a cache line
+_WIDTHS = (torch.float32, torch.bfloat16)  # summed by compiled code
 SPIN_POLLS = 400
 SPIN_POLLS_CROWDED = 20  # with more ranks than cores, whoever spins holds up the one it waits for
 
@@ -76,7 +76,12 @@ class Lane:
         self._scratch = np.zeros(2, np.int64)
         self.clock = int(self._scratch.ctypes.data)
         self.sequence = 0  # of the next message
-        self.finished = 0  # messages that this rank has read
+        fields = (self.flags, self.size, self.rank, self._slots, self.stride, self.chunk_bytes, PIECES_FROM_BYTES, self.polls, self.clock)
+        assert len(fields) == len(flags.LANE_FIELDS)
+        self._fields = np.array(fields, np.int64)
+        self.fields = int(self._fields.ctypes.data)
+        self._progress = np.zeros(3, np.int64)
+        self._progress_address = int(self._progress.ctypes.data)
         self._open: deque[_Sum] = deque()
         self._lock = threading.Lock()
 
@@ -102,7 +107,11 @@ class Lane:
         begin_s = time.monotonic()
         while missing >= 0:
             waited_s = time.monotonic() - begin_s
-            self._watch.look_around(waited_s, missing & 255, what)
+            try:
+                self._watch.look_around(waited_s, missing & 255, what)
+            except RuntimeError:
+                self._segment.leave()  # the others need not wait for their own deadlines
+                raise
             missing = attempt(flags.BUDGET_NS + int(waited_s * 1e9))
 
     def publish(self, sequence: int, address: int, length_bytes: int, announced: int = 0) -> None:
@@ -124,8 +133,15 @@ class Lane:
 
     def release(self, sequence: int) -> None:
         """This rank has read message `sequence` and all before it."""
-        self.finished = sequence + 1
         flags.write_flag(self.flags + self.rank * flags.FLAG_BYTES + flags.DONE, sequence + 1)
+
+    def add_up(self, sequence: int, target: Tensor) -> None:
+        """target = sum over the ranks, in rank order, of what they published."""
+        if target.dtype in _WIDTHS:
+            kernel = flags.sum_float if target.dtype is torch.float32 else flags.sum_bfloat
+            kernel(self.slots(sequence) + flags.SLOT_HEADER_BYTES, self.stride, self.size, target.data_ptr(), target.numel())
+        else:
+            target.copy_(sum_in_rank_order([self.numbers(sequence, rank, target.numel(), target.dtype) for rank in range(self.size)]))
 
     # --- sums
 
@@ -134,48 +150,35 @@ class Lane:
         with self._lock:
             if self._open:
                 self.finish_open()
-            length_bytes = tensor.nbytes
-            if tensor.dtype is torch.float32 and length_bytes <= self._one_shot_bytes and tensor.is_contiguous() and not tensor.is_cuda:
-                self._sum_at_once(tensor.data_ptr(), length_bytes >> 2)
+            if tensor.dtype in _WIDTHS and tensor.is_cpu and tensor.is_contiguous():
+                self._sum_at_once(tensor.data_ptr(), tensor.numel(), 4 if tensor.dtype is torch.float32 else 2)
             else:
-                self._begin(tensor)
-                self.finish_open()
+                self._begin(tensor).complete()
 
-    @property
-    def _one_shot_bytes(self) -> int:
-        return self.chunk_bytes if self.size <= 2 else min(self.chunk_bytes, PIECES_FROM_BYTES)
-
-    def _sum_at_once(self, address: int, count: int) -> None:
-        sequence = self.sequence
-        slots = self.slots(sequence)
-        stage = flags.all_reduce_float(
-            self.flags, self.size, self.rank, sequence, slots, self.stride, address, count, self.polls, self.clock, 0
-        )
-        if stage >= 0:
+    def _sum_at_once(self, address: int, count: int, width: int) -> None:
+        """What `_begin(...).complete()` does, with as little Python as may be: it is most of the time of a small sum."""
+        first = self.sequence
+        self.sequence = first + max(1, -(-count * width // self.chunk_bytes))
+        if flags.advance_sum(self.fields, first, address, count, width, self._progress_address, 0, 0) >= 0:
             self.until(
                 "all_reduce",
-                _Resume(
-                    lambda stage: flags.all_reduce_float(
-                        self.flags, self.size, self.rank, sequence, slots, self.stride, address, count, self.polls, self.clock, stage
-                    ),
-                    stage,
-                ),
+                lambda waited: flags.advance_sum(self.fields, first, address, count, width, self._progress_address, waited, 0),
             )
-        self.sequence = self.finished = sequence + 1
 
     def start(self, tensor: Tensor) -> Pending:
-        """Publish as much of `tensor` as there is room for."""
+        """Publish as much of `tensor` as there is room for, unless an earlier sum has something left to publish."""
         with self._lock:
-            return self._begin(tensor)
+            started = self._begin(tensor)
+            if not self._open or self._open[-1].is_published:
+                started.publish()
+            self._open.append(started)
+            return _Started(self, started)
 
     def _begin(self, tensor: Tensor) -> _Sum:
-        if self._open and (self._open[-1].unpublished or self.sequence - self.finished >= flags.DEPTH - 1):
-            self.finish_open()
-        started = _Sum(self, tensor, self.sequence)
-        self.sequence += started.chunks
-        self._open.append(started)
-        started.publish_some()
-        return started
+        kind = _Sum if tensor.dtype in _WIDTHS else _OtherSum
+        begun = kind(self, tensor, self.sequence)
+        self.sequence += begun.chunks
+        return begun
 
     def finish_open(self, until: _Sum | None = None) -> None:
         """Complete the started sums in their order, up to and with `until`."""
@@ -192,6 +195,41 @@ class Lane:
                 self.finish_open(started)
 
     # --- gathers and broadcasts
+
+    def reduce_to(self, leader: int, tensor: Tensor) -> None:
+        """In-place sum on the leader; elsewhere `tensor` stays as it is."""
+        with self._lock:
+            self.finish_open()
+            work = _checked(tensor)
+            for sequence, part in self._chunks(work):
+                self.publish(sequence, part.data_ptr(), part.nbytes)
+                if self.rank == leader:
+                    self.await_published(sequence)
+                    self.add_up(sequence, part)
+                self.release(sequence)
+            if self.rank == leader and work is not tensor:
+                tensor.copy_(work)
+
+    def broadcast_from(self, leader: int, tensor: Tensor) -> None:
+        """Everybody's `tensor` becomes the leader's."""
+        with self._lock:
+            self.finish_open()
+            work = _checked(tensor)
+            for sequence, part in self._chunks(work):
+                if self.rank == leader:
+                    self.publish(sequence, part.data_ptr(), part.nbytes)
+                else:
+                    self.await_from(sequence, leader, "broadcast")
+                    flags.copy_bytes(part.data_ptr(), self.slots(sequence) + leader * self.stride + flags.SLOT_HEADER_BYTES, part.nbytes)
+                self.release(sequence)
+            if work is not tensor:
+                tensor.copy_(work)
+
+    def _chunks(self, work: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Numbers the chunks of a contiguous tensor as the next messages."""
+        for part in work.view(-1).split(self.chunk_bytes // work.element_size()):
+            self.sequence += 1
+            yield self.sequence - 1, part
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensors; the last dimension may differ. Each chunk announces how many bytes were still to come before it."""
@@ -231,92 +269,70 @@ class Lane:
         return torch.empty((*own.shape[:-1], length_bytes // column_bytes), dtype=own.dtype)
 
 
-class _Resume:
-    """An `attempt` for Lane.until over a kernel that keeps a stage."""
-
-    def __init__(self, call: Callable[[int], int], stage: int) -> None:
-        self._call, self._stage, self._fresh = call, stage, True
-
-    def __call__(self, waited_ns: int) -> int:
-        if self._fresh:
-            self._fresh = False
-        else:
-            self._stage = self._call(self._stage)
-        return self._stage
+def _checked(tensor: Tensor) -> Tensor:
+    """`tensor` or a contiguous copy. Raises: ValueError for what cannot be summed in shared memory."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a sum in shared memory got a tensor on {tensor.device}; use kind 'nccl' for tensors on a GPU")
+    if tensor.dtype is torch.bool or tensor.dtype.is_complex:
+        raise ValueError(f"all_reduce of {tensor.dtype}: give float32, bfloat16, float16, float64 or an integer type")
+    return tensor.contiguous()
 
 
 class _Sum:
-    """An all-reduce under way: which chunks are published and which are summed."""
+    """An all-reduce under way, of float32 or bfloat16: the compiled kernel keeps its progress."""
 
     def __init__(self, lane: Lane, tensor: Tensor, sequence: int) -> None:
-        if tensor.device.type != "cpu":
-            raise ValueError(f"shared-memory all-reduce got a tensor on {tensor.device}; use kind 'nccl' for tensors on a GPU")
-        if tensor.dtype is torch.bool or tensor.dtype.is_complex:
-            raise ValueError(f"all_reduce of {tensor.dtype}: give float32, bfloat16, float16, float64 or an integer type")
         self._lane, self._target = lane, tensor
-        self._work = tensor if tensor.is_contiguous() else tensor.contiguous()
-        self._per_chunk = lane.chunk_bytes // tensor.element_size()
-        self._count = tensor.numel()
+        self._work = _checked(tensor)
+        self._count, self._width = tensor.numel(), tensor.element_size()
         self._first = sequence
-        self.chunks = max(1, -(-self._count // self._per_chunk))
-        self._published = 0
+        per_chunk = lane.chunk_bytes // self._width
+        self.chunks = max(1, -(-self._count // per_chunk))
+        self._progress = np.zeros(3, np.int64)
 
     @property
-    def unpublished(self) -> int:
-        return self.chunks - self._published
+    def is_published(self) -> bool:
+        return int(self._progress[0]) == self.chunks
 
-    def _extent(self, chunk: int) -> tuple[int, int]:
-        begin = chunk * self._per_chunk
-        return begin, min(self._per_chunk, self._count - begin)
+    def _advance(self, waited_ns: int, only_publish: bool = False) -> int:
+        address, progress = self._work.data_ptr(), int(self._progress.ctypes.data)
+        return flags.advance_sum(self._lane.fields, self._first, address, self._count, self._width, progress, waited_ns, only_publish)
 
-    def publish_some(self) -> None:
-        """Publish chunks while own slots are free: the next one always goes out before the present one is summed."""
-        width = self._work.element_size()
-        while self.unpublished and self._first + self._published - self._lane.finished < flags.DEPTH - 1:
-            begin, count = self._extent(self._published)
-            self._lane.publish(self._first + self._published, self._work.data_ptr() + begin * width, count * width)
-            self._published += 1
+    def publish(self) -> None:
+        self._advance(0, only_publish=True)
 
     def complete(self) -> None:
-        for chunk in range(self.chunks):
-            self.publish_some()
-            sequence = self._first + chunk
-            begin, count = self._extent(chunk)
-            self._lane.await_published(sequence)
-            if self._lane.size > 2 and count * self._work.element_size() >= PIECES_FROM_BYTES:
-                self._sum_in_pieces(sequence, begin, count)
-            else:
-                self._sum_slots(sequence, 0, count, self._work.view(-1)[begin : begin + count])
-            self._lane.release(sequence)
+        self._lane.until("all_reduce", self._advance)
         if self._work is not self._target:
             self._target.copy_(self._work)
 
-    def _sum_slots(self, sequence: int, begin: int, count: int, target: Tensor) -> None:
-        """target = sum over the ranks, in rank order, of numbers begin .. begin + count of their slots."""
-        lane = self._lane
-        if target.dtype is torch.float32 or target.dtype is torch.bfloat16:
-            kernel = flags.sum_float if target.dtype is torch.float32 else flags.sum_bfloat
-            first = lane.slots(sequence) + flags.SLOT_HEADER_BYTES + begin * target.element_size()
-            kernel(first, lane.stride, lane.size, target.data_ptr(), count)
-            return
-        parts = [lane.numbers(sequence, rank, begin + count, target.dtype)[begin:] for rank in range(lane.size)]
-        target.copy_(sum_in_rank_order(parts))
 
-    def _sum_in_pieces(self, sequence: int, begin: int, count: int) -> None:
-        """Each rank sums its piece into its own slot, where nobody else looks at that piece before; then all copy the pieces."""
+class _OtherSum(_Sum):
+    """An all-reduce of another dtype: summed by torch, chunk by chunk when it is waited for."""
+
+    def publish(self) -> None:
+        pass
+
+    def complete(self) -> None:
         lane = self._lane
-        cuts = [count * rank // lane.size // PIECE_ALIGNMENT * PIECE_ALIGNMENT for rank in range(lane.size)] + [count]
-        mine, end = cuts[lane.rank], cuts[lane.rank + 1]
-        dtype = self._work.dtype
-        self._sum_slots(sequence, mine, end - mine, lane.numbers(sequence, lane.rank, count, dtype)[mine:end])
-        flags.write_flag(lane.flags + lane.rank * flags.FLAG_BYTES + flags.REDUCED, sequence + 1)
-        lane.until("all_reduce", lambda waited: flags.await_reduced(lane.flags, lane.size, sequence, lane.polls, lane.clock, waited))
-        work = self._work.view(-1)[begin : begin + count]
-        for rank in range(lane.size):
-            work[cuts[rank] : cuts[rank + 1]] = lane.numbers(sequence, rank, count, dtype)[cuts[rank] : cuts[rank + 1]]
+        for number, part in enumerate(self._work.view(-1).split(lane.chunk_bytes // self._width)):
+            sequence = self._first + number
+            lane.publish(sequence, part.data_ptr(), part.nbytes)
+            lane.await_published(sequence)
+            lane.add_up(sequence, part)
+            lane.release(sequence)
+        if self._work is not self._target:
+            self._target.copy_(self._work)
+
+
+class _Started:
+    """The Pending of a started sum."""
+
+    def __init__(self, lane: Lane, started: _Sum) -> None:
+        self._lane, self._started = lane, started
 
     def wait(self) -> None:
-        self._lane.finish(self)
+        self._lane.finish(self._started)
 
 
 class SharedMemoryCommunicator:
@@ -340,8 +356,18 @@ class SharedMemoryCommunicator:
             raise
         shorten_naps()
 
+    def lane(self, urgent: bool) -> Lane:
+        return self._urgent_lane if urgent else self.step_lane
+
     def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
-        (self._urgent_lane if urgent else self.step_lane).sum(tensor)
+        self.lane(urgent).sum(tensor)
+
+    def reduce_to(self, leader: int, tensor: Tensor, *, urgent: bool = False) -> None:
+        """In-place sum on the rank `leader` only."""
+        self.lane(urgent).reduce_to(leader, tensor)
+
+    def broadcast_from(self, leader: int, tensor: Tensor, *, urgent: bool = False) -> None:
+        self.lane(urgent).broadcast_from(leader, tensor)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         return self.step_lane.start(tensor)
@@ -351,6 +377,10 @@ class SharedMemoryCommunicator:
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         self._mailboxes.exchange(sends, receives)
+
+    def leave(self) -> None:
+        """Let the others know that nothing more will come from this rank: their waits end with PeerLost."""
+        self._segment.leave()
 
     def close(self) -> None:
         if not self._closed:
