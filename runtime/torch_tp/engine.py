@@ -153,9 +153,13 @@ class Engine:
                 own_nursery.start()
             supervisor = Supervisor(folder, ranks, limits, nursery=nursery or own_nursery, on_change=on_change)
             supervisor.start()
-        except BaseException:
+        except BaseException as error:
             if own_nursery is not None:
                 own_nursery.close()
+            if isinstance(error, TimeoutError):
+                raise GroupGone(
+                    f"no group of {len(ranks)} rank(s) stood within {limits.start_deadline_s:g} s; is the machine busy?"
+                ) from error
             raise
         return cls(supervisor, config, tokenizer, chosen, own_nursery)
 
@@ -179,6 +183,14 @@ class Engine:
             self._deliver(self.batcher.drain_events())
             self._wake.notify()
         return is_known
+
+    def take_out(self, request_id: str) -> GenerationRequest | None:
+        """End a request here with the reason "moved"; returns what to submit elsewhere, None where there is none of that id."""
+        with self._wake:
+            moved = self.batcher.take_out(request_id, time.monotonic())
+            self._deliver(self.batcher.drain_events())
+            self._wake.notify()
+        return moved
 
     def set_plan(self, shares: Sequence[float] | None = None, deadline_s: float = 60.0) -> LayerPlans:
         """Slide to the split by `shares` (one per member, in rank order; None: by measured speeds) while requests run.

@@ -29,7 +29,7 @@ from runtime.torch_tp.parent_death import leave_with_parent, live_on
 
 PROJECT = Path(__file__).resolve().parents[2]
 PRELOADED = ("runtime.torch_tp.step_runner", "runtime.torch_tp.communicators.shared_memory")
-READY_DEADLINE_S = 120.0
+READY_DEADLINE_S = 300.0
 FORK_DEADLINE_S = 10.0
 MESSAGE_BYTES_MAX = 1 << 17
 
