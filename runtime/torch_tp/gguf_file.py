@@ -89,6 +89,10 @@ def hf_config(fields: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: 
         value = fields.get(f"{architecture}.{name}", default)
         if value is None:
             raise CheckpointError(f"{path}: metadata {architecture}.{name} is missing")
+        if isinstance(value, list):  # one per layer
+            if len(set(value)) != 1:
+                raise CheckpointError(f"{path}: {architecture}.{name} differs from layer to layer ({value}), which is not supported")
+            return value[0]
         return value
 
     heads, hidden = int(field("attention.head_count")), int(field("embedding_length"))

@@ -114,6 +114,13 @@ def connect_store(address: tuple[str, int], deadline_s: float) -> Any:
         raise ConnectionError(f"no rendezvous store at {host}:{port} within {deadline_s:g} s: {error}") from error
 
 
+def local_address_towards(host: str, port: int) -> str:
+    """The address of this machine that `host` is reached from (no packet is sent)."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
     """Where one process stands among hosts, as torchrun's environment tells it."""

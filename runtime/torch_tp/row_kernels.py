@@ -1,4 +1,4 @@
-"""Compiled arithmetic for few rows on a CPU (decode, short chunks): one call per half layer, weights read once, in place.
+"""Compiled arithmetic for few rows on a CPU (decode): one call per half layer, weights read once, in place.
 
 A BLAS is made for many rows: at one to eight it reads float32 weights at half the speed that one core can (measured: 6 to 8 of
 12 GB/s), and two dozen small tensor operations per layer cost as much again. Here every matrix is the whole mapped one, C-contiguous,
@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
 ROWS_MAX = 32
-"""Above this a BLAS is faster (`benchmarks`); callers take another path."""
+"""Above this a BLAS is faster; callers take another path."""
 
 _F = np.float32
 _EXP_LOWEST = _F(-87.0)

@@ -49,7 +49,7 @@ class BulkThread:
         self._closed = False
 
     def run(self, move: Callable[[], None]) -> None:
-        """Do `move` on the thread and wait for it; `move` itself keeps to deadlines. Raises: what it raises; PeerLost when closed or fenced."""
+        """Do `move`, which keeps to deadlines itself, and wait for it. Raises: what it raises; PeerLost when closed or fenced."""
         self.raise_if_closed()
         with self._lock:
             if self._thread is None:

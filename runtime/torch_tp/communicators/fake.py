@@ -31,6 +31,15 @@ class FakeGroup:
         with self.mail_changed:
             self.mail_changed.notify_all()
 
+    def take_mail(self, sender: int, receiver: int) -> Tensor:
+        """The oldest message of a pair, waited for; `mail_changed` is held."""
+        box = self.mail[sender, receiver]
+        if not self.mail_changed.wait_for(lambda: bool(box or self.lost), self.deadline_s):
+            raise CollectiveTimeout(f"exchange: nothing came from rank {sender} within deadline_s={self.deadline_s:g}")
+        if not box:
+            raise PeerLost(f"ranks {sorted(self.lost)} are lost")
+        return box.pop(0)
+
 
 class _FakeLane:
     def __init__(self, size: int) -> None:
@@ -83,12 +92,7 @@ class FakeCommunicator:
                 group.mail[self.rank, peer].append(tensor.detach().clone())
             group.mail_changed.notify_all()
             for peer, tensor in receives:
-                box = group.mail[peer, self.rank]
-                if not group.mail_changed.wait_for(lambda box=box: bool(box or group.lost), group.deadline_s):
-                    raise CollectiveTimeout(f"exchange: nothing came from rank {peer} within deadline_s={group.deadline_s:g}")
-                if not box:
-                    raise PeerLost(f"ranks {sorted(group.lost)} are lost")
-                tensor.copy_(box.pop(0).reshape(tensor.shape))
+                tensor.copy_(group.take_mail(peer, self.rank).reshape(tensor.shape))
 
     def close(self) -> None:
         self._group.lose(self.rank)

@@ -8,7 +8,6 @@ as through shared memory, whatever the size.
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,40 +19,31 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from runtime.torch_tp.communicators.bulk_thread import BulkSettings, BulkThread, check_pairs
-from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending
-from runtime.torch_tp.communicators.rank_order import sum_in_rank_order
-from runtime.torch_tp.rendezvous import connect_store
+from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending, PendingSwap
+from runtime.torch_tp.communicators.rank_order import as_bytes, sum_in_rank_order
+from runtime.torch_tp.rendezvous import connect_store, local_address_towards
 
 LOOK_AROUND_S = 0.02
 GATHER_UP_TO_BYTES = 64 * 1024  # up to here one gather of everything is faster than exchanging pieces
 BULK_CHUNK_BYTES = 256 * 1024
-SMALL_GATHER_BYTES = 4096
 
 # Groups with an operation that will never end: their destructor would wait for it, so they are kept until the process ends.
 _abandoned: list[Any] = []
-
-
-def local_address_towards(host: str, port: int) -> str:
-    """The address of this machine that `host` is reached from (no packet is sent)."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
 
 
 class GlooGroup:
     """One gloo process group and the way to wait on it: in short steps, since a wait of gloo cannot be interrupted."""
 
     def __init__(self, store: Any, name: str, rank: int, size: int, deadline_s: float, is_alive: Callable[[], bool], address: str) -> None:
-        from torch.distributed import ProcessGroupGloo  # absent from builds of torch without gloo
-
+        gloo: Any = torch.distributed.ProcessGroupGloo  # its options are missing from torch's stubs
         self._deadline_s, self._is_alive = deadline_s, is_alive
         self._name = name
-        options = ProcessGroupGloo._Options()
+        options = gloo._Options()
         options._timeout = timedelta(seconds=deadline_s + 1.0)  # ours comes first
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._devices = [gloo.create_device(hostname=address)]
         options._threads = 2
         try:
-            self.group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+            self.group: Any = gloo(PrefixStore(name, store), rank, size, options)
         except RuntimeError as error:
             raise self._meaning(error, "building the group") from error
 
@@ -100,11 +90,6 @@ class GlooGroup:
         gathered = torch.empty((size, own.numel()), dtype=torch.uint8)
         self.wait(self.group._allgather_base(gathered.view(-1), own), what)
         return gathered
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as a flat view of its bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 class GlooCommunicator:
@@ -180,6 +165,14 @@ class GlooCommunicator:
         length = torch.tensor([own.nbytes], dtype=torch.int64).view(torch.uint8)
         return [int(row.view(torch.int64)) for row in self._step.gather_bytes(length, self.size, "all_gather")]
 
+    def swap(self, own: Tensor, *, urgent: bool = False) -> list[Tensor]:
+        """Gather equally long byte vectors."""
+        return _GlooSwap(self._urgent if urgent else self._step, own, self.size).wait()
+
+    def start_swap(self, own: Tensor) -> PendingSwap:
+        """Begin a gather of equally long byte vectors."""
+        return _GlooSwap(self._step, own, self.size)
+
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         check_pairs(sends, receives, self.rank, self.size)
         self._bulk_thread.run(lambda: self._move(sends, receives))
@@ -213,6 +206,19 @@ class GlooCommunicator:
         for lane in ("_step", "_urgent", "_bulk"):
             if hasattr(self, lane):
                 delattr(self, lane)
+
+
+class _GlooSwap:
+    """A gather of equally long vectors on gloo's threads."""
+
+    def __init__(self, group: GlooGroup, own: Tensor, size: int) -> None:
+        self._group, self._own = group, own.clone()
+        self._rows = torch.empty((size, own.numel()), dtype=own.dtype)
+        self._work = group.group._allgather_base(self._rows.view(-1), self._own)
+
+    def wait(self) -> list[Tensor]:
+        self._group.wait(self._work, "all_gather")
+        return list(self._rows)
 
 
 class _GlooSum:

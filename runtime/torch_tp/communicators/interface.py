@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-KINDS = ("auto", "shm", "gloo", "nccl", "hierarchical")
+KINDS = ("auto", "shm", "tcp", "gloo", "nccl", "hierarchical")
 
 
 class PeerLost(RuntimeError):
@@ -29,11 +29,20 @@ class Pending(Protocol):
         ...
 
 
+class PendingSwap(Protocol):
+    """A gather of equally long byte vectors that has been started."""
+
+    def wait(self) -> list[Tensor]:
+        """All ranks' vectors in rank order. Raises: PeerLost, CollectiveTimeout."""
+        ...
+
+
 class Communicator(Protocol):
     """The collectives of one epoch. `rank` counts from 0 to `size` - 1 in the order of the members.
 
-    Every rank makes the same calls in the same order, from one thread; `urgent` all-reduces and `exchange` are each an order of their own
-    and may come from another thread. After PeerLost or CollectiveTimeout only `close` is allowed: what the tensor holds is undefined.
+    Every rank makes the same calls in the same order, `wait`s included, from one thread; `urgent` all-reduces and `exchange`
+    are each an order of their own and may come from another thread. After PeerLost or CollectiveTimeout only `close` is
+    allowed: what the tensor holds is undefined.
     """
 
     rank: int
@@ -80,6 +89,9 @@ class GroupSettings:
     deadline_s: float
     is_alive: Callable[[], bool]
     torch_device: torch.device
+    between: str = "tcp"
+    wire: str = "float32"
+    measures: bool = False
 
     def __post_init__(self) -> None:
         if not self.members or len(set(self.members)) != len(self.members):
@@ -100,6 +112,7 @@ class GroupSettings:
 # lazily imported: a worker that uses shared memory only must not pay for the others
 _FACTORIES = {
     "shm": ("runtime.torch_tp.communicators.shared_memory", "build"),
+    "tcp": ("runtime.torch_tp.communicators.tcp", "build"),
     "gloo": ("runtime.torch_tp.communicators.gloo", "build"),
     "nccl": ("runtime.torch_tp.communicators.nccl", "build"),
     "hierarchical": ("runtime.torch_tp.communicators.hierarchical", "build"),
@@ -115,7 +128,7 @@ def kind_for(domains: Sequence[Sequence[int]], device: torch.device) -> str:
         return "nccl" if device.type == "cuda" else "shm"
     if max(len(domain) for domain in domains) > 1 and device.type == "cpu":
         return "hierarchical"
-    return "nccl" if device.type == "cuda" else "gloo"
+    return "nccl" if device.type == "cuda" else "tcp"
 
 
 def build_communicator(
@@ -130,6 +143,8 @@ def build_communicator(
     deadline_s: float = 10.0,
     is_alive: Callable[[], bool] = lambda: True,
     torch_device: torch.device | str = "cpu",
+    between: str = "tcp",
+    wire: str = "float32",
 ) -> Communicator:
     """The communicator of one epoch; every member calls this at about the same time and returns when all are connected.
 
@@ -142,13 +157,17 @@ def build_communicator(
         segment_names: one per domain, see `segment_names.segment_name`.
         deadline_s: for each collective, and for the building itself.
         is_alive: False ends every wait with PeerLost within a millisecond or so (fencing).
+        between, wire: what joins the leaders of domains ("tcp", "gloo", "nccl") and how sums cross there ("float32", "fp16", "int8": see
+            `wire_codec` for their error). "auto" also measures whether sums of a size are cheaper flat, which takes some 0.1 s.
     Raises: ValueError for settings that do not fit together; PeerLost or CollectiveTimeout when a member does not come.
     """
     if kind not in KINDS:
         raise ValueError(f"communicator kind {kind!r} unknown; known: {', '.join(KINDS)}")
     device = torch.device(torch_device)
     cut = tuple(tuple(domain) for domain in domains) if domains is not None else (tuple(members),)
-    settings = GroupSettings(epoch, rank, tuple(members), cut, store_address, tuple(segment_names), deadline_s, is_alive, device)
+    settings = GroupSettings(
+        epoch, rank, tuple(members), cut, store_address, tuple(segment_names), deadline_s, is_alive, device, between, wire, kind == "auto"
+    )
     module, function = _FACTORIES[kind_for(cut, device) if kind == "auto" or len(settings.members) == 1 else kind]
     built: Communicator = getattr(importlib.import_module(module), function)(settings)
     return built

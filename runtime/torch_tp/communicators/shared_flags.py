@@ -24,7 +24,7 @@ DEPTH = 4  # slots per rank and lane: how many messages may be under way at once
 BUDGET_NS = 300_000  # a kernel comes back this often, so that the caller can look for deadline and dead peers
 BLOCK = 2048  # numbers summed at a time
 
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
 _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
@@ -76,6 +76,14 @@ def float_pointer(typing: Any, address: Any) -> Any:
 
 
 @intrinsic
+def byte_pointer(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.CPointer(types.int8)(types.int64), generate
+
+
+@intrinsic
 def short_pointer(typing: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(16).as_pointer())
@@ -109,8 +117,13 @@ def write_flag(address, value):  # type: ignore[no-untyped-def]
     store_release(address, value)
 
 
+@njit("void(int64, int64, int64)", nogil=True, cache=True)
+def copy_bytes(target, source, count):  # type: ignore[no-untyped-def]
+    _memcpy(target, source, count)
+
+
 @njit("int64(int64)", nogil=True, cache=True, inline="never")
-def _now_ns(clock):  # type: ignore[no-untyped-def]
+def now_ns(clock):  # type: ignore[no-untyped-def]
     _clock_gettime(CLOCK_MONOTONIC, clock)
     return load_acquire(clock) * 1_000_000_000 + load_acquire(clock + 8)
 
@@ -131,13 +144,13 @@ def await_flags(flags, size, target, pauses, clock, waited_ns, budget_ns):  # ty
             if polls <= pauses:
                 relax()
                 continue
-            now_ns = _now_ns(clock)
+            time_ns = now_ns(clock)
             if started_ns == 0:
-                started_ns = now_ns
-            elif now_ns - started_ns > budget_ns:
+                started_ns = time_ns
+            elif time_ns - started_ns > budget_ns:
                 return rank
-            if waited_ns + now_ns - started_ns < YIELD_UNTIL_NS:
-                _sched_yield()
+            if waited_ns + time_ns - started_ns < YIELD_UNTIL_NS:
+                sched_yield()
             else:
                 _usleep(SLEEP_US)
     return -1
@@ -262,13 +275,13 @@ def copy_politely(target, source, count, flags, size, piece, patience_ns, clock)
                 busy |= load_acquire(line + PUBLISHED) > load_acquire(line + DONE)
             if not busy:
                 break
-            now_ns = _now_ns(clock)
+            time_ns = now_ns(clock)
             if started_ns == 0:
-                started_ns = now_ns
-            elif now_ns - started_ns > patience_ns:
+                started_ns = time_ns
+            elif time_ns - started_ns > patience_ns:
                 break
             _usleep(SLEEP_US)
         if started_ns:
-            waited_ns += _now_ns(clock) - started_ns
+            waited_ns += now_ns(clock) - started_ns
         _memcpy(target + begin, source + begin, min(piece, count - begin))
     return waited_ns

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from runtime.torch_tp.communicators import shared_flags as flags
 from runtime.torch_tp.communicators.interface import GroupSettings, Pending
-from runtime.torch_tp.communicators.rank_order import sum_in_rank_order
+from runtime.torch_tp.communicators.rank_order import piece_cuts, sum_in_rank_order
 from runtime.torch_tp.communicators.segments import Segment, shorten_naps
 from runtime.torch_tp.communicators.shared_mailboxes import Mailboxes
 from runtime.torch_tp.communicators.waiting import PeerWatch
@@ -30,7 +30,6 @@ from runtime.torch_tp.communicators.waiting import PeerWatch
 CHUNK_BYTES = 128 * 1024
 URGENT_CHUNK_BYTES = 32 * 1024
 PIECES_FROM_BYTES = 32 * 1024  # from here, three ranks and more sum a piece each
-PIECE_ALIGNMENT = 32  # elements: pieces begin on a cache line
 SPIN_POLLS = 400
 SPIN_POLLS_CROWDED = 20  # with more ranks than cores, whoever spins holds up the one it waits for
 
@@ -102,7 +101,11 @@ class Lane:
         begin_s = time.monotonic()
         while missing >= 0:
             waited_s = time.monotonic() - begin_s
-            self._watch.look_around(waited_s, missing & 255, what)
+            try:
+                self._watch.look_around(waited_s, missing & 255, what)
+            except RuntimeError:
+                self._segment.leave()  # the others need not wait for their own deadlines
+                raise
             missing = attempt(flags.BUDGET_NS + int(waited_s * 1e9))
 
     def publish(self, sequence: int, address: int, length_bytes: int, announced: int = 0) -> None:
@@ -126,6 +129,16 @@ class Lane:
         """This rank has read message `sequence` and all before it."""
         self.finished = sequence + 1
         flags.write_flag(self.flags + self.rank * flags.FLAG_BYTES + flags.DONE, sequence + 1)
+
+    def add_up(self, sequence: int, begin: int, count: int, target: Tensor) -> None:
+        """target = sum over the ranks, in rank order, of numbers begin .. begin + count of what they published."""
+        if target.dtype is torch.float32 or target.dtype is torch.bfloat16:
+            kernel = flags.sum_float if target.dtype is torch.float32 else flags.sum_bfloat
+            first = self.slots(sequence) + flags.SLOT_HEADER_BYTES + begin * target.element_size()
+            kernel(first, self.stride, self.size, target.data_ptr(), count)
+        else:
+            parts = [self.numbers(sequence, rank, begin + count, target.dtype)[begin:] for rank in range(self.size)]
+            target.copy_(sum_in_rank_order(parts))
 
     # --- sums
 
@@ -193,6 +206,41 @@ class Lane:
 
     # --- gathers and broadcasts
 
+    def reduce_to(self, leader: int, tensor: Tensor) -> None:
+        """In-place sum on the leader; elsewhere `tensor` stays as it is."""
+        with self._lock:
+            self.finish_open()
+            work = _checked(tensor)
+            for sequence, part in self._chunks(work):
+                self.publish(sequence, part.data_ptr(), part.nbytes)
+                if self.rank == leader:
+                    self.await_published(sequence)
+                    self.add_up(sequence, 0, part.numel(), part)
+                self.release(sequence)
+            if self.rank == leader and work is not tensor:
+                tensor.copy_(work)
+
+    def broadcast_from(self, leader: int, tensor: Tensor) -> None:
+        """Everybody's `tensor` becomes the leader's."""
+        with self._lock:
+            self.finish_open()
+            work = _checked(tensor)
+            for sequence, part in self._chunks(work):
+                if self.rank == leader:
+                    self.publish(sequence, part.data_ptr(), part.nbytes)
+                else:
+                    self.await_from(sequence, leader, "broadcast")
+                    flags.copy_bytes(part.data_ptr(), self.slots(sequence) + leader * self.stride + flags.SLOT_HEADER_BYTES, part.nbytes)
+                self.release(sequence)
+            if work is not tensor:
+                tensor.copy_(work)
+
+    def _chunks(self, work: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Numbers the chunks of a contiguous tensor as the next messages."""
+        for part in work.view(-1).split(self.chunk_bytes // work.element_size()):
+            self.sequence += 1
+            yield self.sequence - 1, part
+
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensors; the last dimension may differ. Each chunk announces how many bytes were still to come before it."""
         own = tensor.contiguous() if tensor.dim() else tensor.reshape(1)
@@ -231,6 +279,15 @@ class Lane:
         return torch.empty((*own.shape[:-1], length_bytes // column_bytes), dtype=own.dtype)
 
 
+def _checked(tensor: Tensor) -> Tensor:
+    """`tensor` or a contiguous copy. Raises: ValueError for what cannot be summed in shared memory."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a sum in shared memory got a tensor on {tensor.device}; use kind 'nccl' for tensors on a GPU")
+    if tensor.dtype is torch.bool or tensor.dtype.is_complex:
+        raise ValueError(f"all_reduce of {tensor.dtype}: give float32, bfloat16, float16, float64 or an integer type")
+    return tensor.contiguous()
+
+
 class _Resume:
     """An `attempt` for Lane.until over a kernel that keeps a stage."""
 
@@ -249,12 +306,8 @@ class _Sum:
     """An all-reduce under way: which chunks are published and which are summed."""
 
     def __init__(self, lane: Lane, tensor: Tensor, sequence: int) -> None:
-        if tensor.device.type != "cpu":
-            raise ValueError(f"shared-memory all-reduce got a tensor on {tensor.device}; use kind 'nccl' for tensors on a GPU")
-        if tensor.dtype is torch.bool or tensor.dtype.is_complex:
-            raise ValueError(f"all_reduce of {tensor.dtype}: give float32, bfloat16, float16, float64 or an integer type")
         self._lane, self._target = lane, tensor
-        self._work = tensor if tensor.is_contiguous() else tensor.contiguous()
+        self._work = _checked(tensor)
         self._per_chunk = lane.chunk_bytes // tensor.element_size()
         self._count = tensor.numel()
         self._first = sequence
@@ -278,37 +331,27 @@ class _Sum:
             self._published += 1
 
     def complete(self) -> None:
+        lane = self._lane
         for chunk in range(self.chunks):
             self.publish_some()
             sequence = self._first + chunk
             begin, count = self._extent(chunk)
-            self._lane.await_published(sequence)
-            if self._lane.size > 2 and count * self._work.element_size() >= PIECES_FROM_BYTES:
+            lane.await_published(sequence)
+            if lane.size > 2 and count * self._work.element_size() >= PIECES_FROM_BYTES:
                 self._sum_in_pieces(sequence, begin, count)
             else:
-                self._sum_slots(sequence, 0, count, self._work.view(-1)[begin : begin + count])
-            self._lane.release(sequence)
+                lane.add_up(sequence, 0, count, self._work.view(-1)[begin : begin + count])
+            lane.release(sequence)
         if self._work is not self._target:
             self._target.copy_(self._work)
-
-    def _sum_slots(self, sequence: int, begin: int, count: int, target: Tensor) -> None:
-        """target = sum over the ranks, in rank order, of numbers begin .. begin + count of their slots."""
-        lane = self._lane
-        if target.dtype is torch.float32 or target.dtype is torch.bfloat16:
-            kernel = flags.sum_float if target.dtype is torch.float32 else flags.sum_bfloat
-            first = lane.slots(sequence) + flags.SLOT_HEADER_BYTES + begin * target.element_size()
-            kernel(first, lane.stride, lane.size, target.data_ptr(), count)
-            return
-        parts = [lane.numbers(sequence, rank, begin + count, target.dtype)[begin:] for rank in range(lane.size)]
-        target.copy_(sum_in_rank_order(parts))
 
     def _sum_in_pieces(self, sequence: int, begin: int, count: int) -> None:
         """Each rank sums its piece into its own slot, where nobody else looks at that piece before; then all copy the pieces."""
         lane = self._lane
-        cuts = [count * rank // lane.size // PIECE_ALIGNMENT * PIECE_ALIGNMENT for rank in range(lane.size)] + [count]
+        cuts = piece_cuts(count, lane.size)
         mine, end = cuts[lane.rank], cuts[lane.rank + 1]
         dtype = self._work.dtype
-        self._sum_slots(sequence, mine, end - mine, lane.numbers(sequence, lane.rank, count, dtype)[mine:end])
+        lane.add_up(sequence, mine, end - mine, lane.numbers(sequence, lane.rank, count, dtype)[mine:end])
         flags.write_flag(lane.flags + lane.rank * flags.FLAG_BYTES + flags.REDUCED, sequence + 1)
         lane.until("all_reduce", lambda waited: flags.await_reduced(lane.flags, lane.size, sequence, lane.polls, lane.clock, waited))
         work = self._work.view(-1)[begin : begin + count]
@@ -340,8 +383,18 @@ class SharedMemoryCommunicator:
             raise
         shorten_naps()
 
+    def lane(self, urgent: bool) -> Lane:
+        return self._urgent_lane if urgent else self.step_lane
+
     def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
-        (self._urgent_lane if urgent else self.step_lane).sum(tensor)
+        self.lane(urgent).sum(tensor)
+
+    def reduce_to(self, leader: int, tensor: Tensor, *, urgent: bool = False) -> None:
+        """In-place sum on the rank `leader` only."""
+        self.lane(urgent).reduce_to(leader, tensor)
+
+    def broadcast_from(self, leader: int, tensor: Tensor, *, urgent: bool = False) -> None:
+        self.lane(urgent).broadcast_from(leader, tensor)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         return self.step_lane.start(tensor)
@@ -351,6 +404,10 @@ class SharedMemoryCommunicator:
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         self._mailboxes.exchange(sends, receives)
+
+    def leave(self) -> None:
+        """Let the others know that nothing more will come from this rank: their waits end with PeerLost."""
+        self._segment.leave()
 
     def close(self) -> None:
         if not self._closed:

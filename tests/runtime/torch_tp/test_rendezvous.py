@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.torch_tp.communicators.gloo import local_address_towards
 from runtime.torch_tp.communicators.segment_names import segment_folder, start_ticks
-from runtime.torch_tp.rendezvous import RendezvousProcess, connect_store, listen, place_from_environment, serve_store
+from runtime.torch_tp.rendezvous import RendezvousProcess, connect_store, listen, local_address_towards, place_from_environment, serve_store
 
 
 def listening_addresses(pid: int) -> set[str]:
