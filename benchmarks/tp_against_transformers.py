@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.conditions import MachineLoad, spread
+from benchmarks.prompts import TextPieces
 from benchmarks.reporting import Bar, at_least
 from benchmarks.tp_recorder import RecordedEngine, decode_tokens_per_s
 from benchmarks.tp_settings import BenchSettings
 from benchmarks.transformers_peer import TransformersPeer
 from runtime.torch_tp.model_folder import model_folder
 from runtime.torch_tp.supervisor import RankSettings
-from runtime.torch_tp.tokenizer import load_tokenizer
 
 THREADS = (1, 2)
 DECODE = {1: (48, 1.3), 8: (24, 1.6)}
@@ -22,29 +20,12 @@ DECODE = {1: (48, 1.3), 8: (24, 1.6)}
 
 PROMPT_TOKENS = 32
 PREFILL_TOKENS, PREFILL_WANTED = 512, 1.3
-TEXT = Path(__file__).resolve().parents[1] / "docs" / "simulator.md"
-
-
-class Prompts:
-    """Pieces of a real text, no two alike, so that no prefix is found in a cache."""
-
-    def __init__(self, folder: Path) -> None:
-        self._ids = load_tokenizer(folder).encode(TEXT.read_text(encoding="utf-8"))
-        self._place = 0
-
-    def take(self, count: int, length: int) -> list[list[int]]:
-        taken = []
-        for _ in range(count):
-            place = self._place % (len(self._ids) - length)
-            taken.append(self._ids[place : place + length])
-            self._place += 61 + length // 3
-        return taken
 
 
 def measure(settings: BenchSettings) -> list[Bar]:
     """Three bars: decoding at batch 1 and 8, and the first token of a prompt of 512 tokens."""
     folder = model_folder(settings.model)
-    prompts = Prompts(folder)
+    prompts = TextPieces(folder)
     theirs: dict[tuple[int, int], list[float]] = defaultdict(list)  # (batch, threads); batch 0 is the prefill, in seconds
     ours: dict[int, list[float]] = defaultdict(list)
     alike = asked = 0
@@ -72,7 +53,7 @@ def measure(settings: BenchSettings) -> list[Bar]:
     return _bars(ours, theirs, settings.rounds)
 
 
-def _warm_up(peer: TransformersPeer, engine: RecordedEngine, prompts: Prompts) -> None:
+def _warm_up(peer: TransformersPeer, engine: RecordedEngine, prompts: TextPieces) -> None:
     for threads in THREADS:
         peer.generate(prompts.take(8, PROMPT_TOKENS), 4, threads)
     for batch in DECODE:
@@ -101,7 +82,3 @@ def _bars(ours: dict[int, list[float]], theirs: dict[tuple[int, int], list[float
     ratio = statistics.median(fastest) / statistics.median(ours[0])
     return [*bars, at_least("prefill of 512 tokens against transformers, 2 ranks", ratio, PREFILL_WANTED, len(ours[0]))]
 
-
-def prompts_of(count: int, length: int, vocabulary: int) -> Sequence[list[int]]:
-    """Made-up prompts, where their meaning does not matter: alike in every run, no two with the same beginning."""
-    return [[(7 + 31 * number + 17 * place * (number + 3)) % vocabulary for place in range(length)] for number in range(count)]

@@ -16,9 +16,12 @@ from benchmarks.reporting import Bar, print_bars
 from benchmarks.tp_settings import BenchSettings
 
 MEASUREMENTS = {
-    "transformers": "benchmarks.tp_against_transformers",
+    "transformers": "benchmarks.tp_against_transformers:measure",
+    "uneven": "benchmarks.tp_split:measure",
+    "resplit": "benchmarks.tp_split:measure_slides",
+    "losses": "benchmarks.tp_losses:measure",
 }
-"""Name → module whose `measure(settings)` gives bars."""
+"""Name → function that takes BenchSettings and gives bars."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bars: list[Bar] = []
     for name in options.only:
         print(f"\n== {name}", flush=True)
-        bars += importlib.import_module(MEASUREMENTS[name]).measure(settings)
+        module, _, function = MEASUREMENTS[name].partition(":")
+        bars += getattr(importlib.import_module(module), function)(settings)
     print("\n" + table(bars))
     print_bars(bars, model=settings.model, scheduling=scheduling)
     return 0 if all(bar.ok for bar in bars) else 1
