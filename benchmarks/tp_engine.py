@@ -17,6 +17,7 @@ from benchmarks.tp_settings import BenchSettings
 
 MEASUREMENTS = {
     "transformers": "benchmarks.tp_against_transformers:measure",
+    "collectives": "benchmarks.tp_collectives:measure",
     "uneven": "benchmarks.tp_split:measure",
     "resplit": "benchmarks.tp_split:measure_slides",
     "losses": "benchmarks.tp_losses:measure",

@@ -7,6 +7,7 @@ The unlike ranks are EMULATED: every rank is slowed down, the slower ones more, 
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from benchmarks.reporting import Bar, at_least, at_most
 from benchmarks.tp_recorder import RecordedEngine, StepRecord, decode_tokens_per_s, requests_for
 from benchmarks.tp_settings import BenchSettings
 from envs.domain.snapshot import FloatArray
+from runtime.torch_tp.answer_stream import AnswerStream
 from runtime.torch_tp.profiler import OPERATIONS, width_shares
 from runtime.torch_tp.supervisor import RankSettings
 
@@ -29,6 +31,7 @@ PAIRS = (((1.0, 0.5), 0.90, 24), ((1.0, 0.25), 0.80, 16))
 """(speeds, wanted share of the ideal speed-up, tokens of an answer)."""
 
 BATCH, PROMPT_TOKENS = 4, 16
+ENDLESS_TOKENS = 800
 EVEN, CALIBRATION = (1.0, 1.0), (3.0, 1.0)
 
 
@@ -138,37 +141,67 @@ def _measure_pair(settings: BenchSettings, speeds: tuple[float, ...], wanted: fl
 # --- changing the split -----------------------------------------------------------------------------------------------------
 
 
-SLIDES = ((2.0, 1.0), (1.0, 2.0))
+SLIDES = ((7.0, 2.0), (2.0, 7.0))
+"""Far apart, so that KV heads change hands; the second one first has to move the requests that began two plans ago."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChange:
+    """One change of plan. pause_s: of all its switches, at the controller; slowest_pass_s: of the decode passes beside it."""
+
+    took_s: float
+    pause_s: float
+    slowest_pass_s: float
+    kv_bytes: int
+    weight_bytes: int
 
 
 def measure_slides(settings: BenchSettings) -> list[Bar]:
-    """Two bars: the pause of a change of plan in decode passes, and the weight bytes that it moved."""
+    """Two bars: the pause of a change of plan that moves KV in decode passes, and the weight bytes that all changes moved."""
+    changes: list[PlanChange] = []
     pauses: list[float] = []
     with RecordedEngine.begin(settings.model, [RankSettings(), RankSettings()]) as engine:
         prompts = prompts_of(BATCH, PROMPT_TOKENS, engine.config.vocabulary)
         engine.answer_all(prompts, 4)
-        recorder = engine.recorder
         for number in range(settings.rounds):
-            # requests outlive the change, so from the second on the KV of running ones moves as well
-            switches, prepared, records = len(recorder.switches), len(recorder.prepared), len(recorder.records)
-            streams = [engine.submit(request) for request in requests_for(prompts, settings.scaled(400, 200))]
-            for stream in streams:
-                for _ in zip(range(8), stream, strict=False):
-                    pass
-            for shares in SLIDES:
-                engine.set_plan(shares)
+            begun = len(engine.recorder.records)
+            streams = [engine.submit(request) for request in requests_for(prompts, ENDLESS_TOKENS)]
+            _read(streams, settings.scaled(32, 16))
+            calm = [record.pass_s for record in engine.recorder.records[begun:] if record.is_decode]
+            found = [_change(engine, shares) for shares in SLIDES]
+            _read(streams, 4)
             for stream in streams:
                 stream.cancel()
-            pass_s = statistics.median(record.pass_s for record in recorder.records[records:] if record.is_decode)
-            walls_s = [wall_s for _, wall_s in recorder.switches[switches:]]
-            pauses += [wall_s / pass_s for wall_s in walls_s]
-            moved = sum(item.kv_bytes for item in recorder.prepared[prepared:])
-            print(f"round {number + 1}: {len(SLIDES)} changes of plan, switches {', '.join(f'{1e3 * wall_s:.1f}' for wall_s in walls_s)} ms, "
-                  f"decode pass {1e3 * pass_s:.1f} ms, KV copied ahead {moved / 1e6:.2f} MB", flush=True)  # fmt: skip
-        weight_bytes = sum(item.weight_bytes for item in recorder.prepared)
-        changes = len(pauses)
-    print(f"pause of a switch {spread(pauses)} decode passes over {changes} switches; weight bytes moved {weight_bytes}")
+            changes += found
+            pauses.append(found[-1].pause_s / statistics.median(calm))
+            print(f"round {number + 1}: decode pass {1e3 * statistics.median(calm):.1f} ms; " + "; ".join(
+                f"change in {1e3 * change.took_s:.0f} ms, paused {1e3 * change.pause_s:.1f} ms, slowest pass beside it "
+                f"{1e3 * change.slowest_pass_s:.1f} ms, KV moved {change.kv_bytes / 1e6:.2f} MB" for change in found), flush=True)  # fmt: skip
+    weight_bytes = sum(change.weight_bytes for change in changes)
+    print(f"pause of a change that moves KV: {spread(pauses)} decode passes; weight bytes moved {weight_bytes}")
     return [
-        at_most("pause of a re-split, in decode steps", statistics.median(pauses), 1.0, changes),
-        at_most("weight bytes moved by a re-split", float(weight_bytes), 0.0, changes),
+        at_most("pause of a re-split, in decode steps", statistics.median(pauses), 1.0, len(pauses)),
+        at_most("weight bytes moved by a re-split", float(weight_bytes), 0.0, len(changes)),
     ]
+
+
+def _change(engine: RecordedEngine, shares: Sequence[float]) -> PlanChange:
+    recorder = engine.recorder
+    switches, prepared, records = len(recorder.switches), len(recorder.prepared), len(recorder.records)
+    began_s = time.monotonic()
+    engine.set_plan(shares)
+    took_s = time.monotonic() - began_s
+    beside = [record.pass_s for record in recorder.records[records:] if record.is_decode]
+    return PlanChange(
+        took_s,
+        sum(wall_s for _, wall_s in recorder.switches[switches:]),
+        max(beside, default=0.0),
+        sum(item.kv_bytes for item in recorder.prepared[prepared:]) + sum(item.kv_bytes for item, _ in recorder.switches[switches:]),
+        sum(item.weight_bytes for item in recorder.prepared[prepared:]),
+    )
+
+
+def _read(streams: Sequence[AnswerStream], tokens: int) -> None:
+    for stream in streams:
+        for _ in zip(range(tokens), stream, strict=False):
+            pass
