@@ -2,11 +2,13 @@
 
 Each slot gets a second, shadow slot under the new plan. Tokens that are there when the move begins are copied in chunks from another
 thread; that is safe because a slot only grows. A slot that is given up meanwhile is still sent (as zeros), so that the ranks, which
-learn of it at different moments, stay in step; the switch leaves it out.
+learn of it at different moments, stay in step; the switch leaves it out. The few tokens that came since cross at the switch in one
+gather per chunk on the main thread: the bulk thread stands back for everything else on the machine, and here all ranks wait.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -80,7 +82,7 @@ class KvMover:
         moved: list[int] = []
         for shadow in self._shadows:
             if shadow.slot in slots and self._generation_of(shadow.slot) == self._generations[shadow.slot]:
-                self._copy(shadow, shadow.tokens, self._kv.length(shadow.slot))
+                self._copy(shadow, shadow.tokens, self._kv.length(shadow.slot), at_switch=True)
                 with self._lock:
                     self._kv.move(shadow.shadow, shadow.slot)
                 moved.append(shadow.slot)
@@ -89,28 +91,12 @@ class KvMover:
         self._shadows.clear()
         return tuple(moved)
 
-    def _copy(self, shadow: _Shadow, start: int, end: int) -> None:
+    def _copy(self, shadow: _Shadow, start: int, end: int, *, at_switch: bool = False) -> None:
         if end <= start:
             return
         for layers in self._chunks(end - start):
-            sends: list[tuple[int, torch.Tensor]] = []
-            receives: list[tuple[int, torch.Tensor]] = []
-            arrivals: list[tuple[KvMove, torch.Tensor]] = []
-            rank = self._communicator.rank
-            for move in (move for layer in layers for move in self._by_layer[layer]):
-                if move.source == rank:
-                    values = self._export(shadow.slot, move, start, end)
-                    if move.target == rank:
-                        arrivals.append((move, values))
-                    else:
-                        sends.append((move.target, values))
-                elif move.target == rank:
-                    room = torch.empty((2, move.heads.width, end - start, self._head_dim), dtype=self._dtype, device=self._device)
-                    receives.append((move.source, room))
-                    arrivals.append((move, room))
-            if sends or receives:
-                self._communicator.exchange(sends, receives)
-            self.received_bytes += sum(room.nbytes for _, room in receives)
+            moves = [move for layer in layers for move in self._by_layer[layer]]
+            arrivals = (self._gathered if at_switch else self._exchanged)(shadow, moves, start, end)
             with self._lock:
                 for move, values in arrivals:
                     self._kv.import_(shadow.shadow, move.layer, move.heads, start, values)
@@ -119,11 +105,56 @@ class KvMover:
         with self._lock:
             self._kv.import_(shadow.shadow, 0, Interval(0, 0), start, nothing)
 
+    def _exchanged(self, shadow: _Shadow, moves: Sequence[KvMove], start: int, end: int) -> list[tuple[KvMove, torch.Tensor]]:
+        """What this rank needs, by bulk moves between those concerned."""
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        arrivals: list[tuple[KvMove, torch.Tensor]] = []
+        rank = self._communicator.rank
+        for move in moves:
+            if move.source == rank:
+                values = self._export(shadow.slot, move, start, end)
+                if move.target == rank:
+                    arrivals.append((move, values))
+                else:
+                    sends.append((move.target, values))
+            elif move.target == rank:
+                room = torch.empty(self._shape(move, start, end), dtype=self._dtype, device=self._device)
+                receives.append((move.source, room))
+                arrivals.append((move, room))
+        if sends or receives:
+            self._communicator.exchange(sends, receives)
+        self.received_bytes += sum(room.nbytes for _, room in receives)
+        return arrivals
+
+    def _gathered(self, shadow: _Shadow, moves: Sequence[KvMove], start: int, end: int) -> list[tuple[KvMove, torch.Tensor]]:
+        """What this rank needs, out of one gather of all that must cross."""
+        rank = self._communicator.rank
+        crossing = [move for move in moves if move.source != move.target]
+        gathered: list[torch.Tensor] = []
+        if crossing:
+            own = [self._export(shadow.slot, move, start, end).reshape(-1) for move in crossing if move.source == rank]
+            gathered = self._communicator.all_gather(torch.cat(own) if own else torch.empty(0, dtype=self._dtype, device=self._device))
+        arrivals = [(move, self._export(shadow.slot, move, start, end)) for move in moves if move.source == move.target == rank]
+        taken = [0] * len(gathered)  # of each rank's part
+        for move in crossing:
+            shape = self._shape(move, start, end)
+            begin = taken[move.source]
+            taken[move.source] = begin + math.prod(shape)
+            if move.target == rank:
+                values = gathered[move.source][begin : taken[move.source]].view(shape)
+                self.received_bytes += values.nbytes
+                arrivals.append((move, values))
+        return arrivals
+
+    def _shape(self, move: KvMove, start: int, end: int) -> tuple[int, int, int, int]:
+        return 2, move.heads.width, end - start, self._head_dim
+
     def _export(self, slot: int, move: KvMove, start: int, end: int) -> torch.Tensor:
         with self._lock:
             if self._generation_of(slot) == self._generations[slot]:
                 return self._kv.export(slot, move.layer, move.heads, start, end)
-        return torch.zeros((2, move.heads.width, end - start, self._head_dim), dtype=self._dtype, device=self._device)
+        return torch.zeros(self._shape(move, start, end), dtype=self._dtype, device=self._device)
 
     def _chunks(self, tokens: int) -> Iterator[list[int]]:
         """Layers in runs of about CHUNK_BYTES: the same on every rank, since the runs depend on the moves alone."""
