@@ -133,7 +133,7 @@ def test_written_configuration_loads_to_the_same_experiment(tmp_path):
 
 
 def test_parts_and_classes_are_checked(tmp_path):
-    with pytest.raises(ExperimentError, match=r'trace.parts.0: .*service class "chatt" unknown; did you mean "chat"'):
+    with pytest.raises(ExperimentError, match=r'trace.parts.0.: .*service class "chatt" unknown; did you mean "chat"'):
         load_experiment(written(tmp_path, "trace: {parts: [{name: azure-conv, label: chatt}]}"))
     with pytest.raises(ExperimentError, match=r"classes.source: .*'trace', 'label' or 'classifier'"):
         load_experiment(written(tmp_path, "classes: {source: guess}"))
