@@ -37,7 +37,8 @@ from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, Request
 from envs.domain.snapshot import BoolArray, FloatArray, IntArray
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
-from envs.group_kernel.advance import cut_jump, join, next_event_s
+from envs.group_kernel.advance import join, next_event_s
+from envs.group_kernel.jump import cut_jump
 from envs.group_kernel.queue import enqueue_row, take_out
 from envs.traces.trace_table import TraceTable
 

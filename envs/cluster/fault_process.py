@@ -10,7 +10,8 @@ from envs.cluster.faults import FaultEvent, FaultKind
 from envs.decision import detection
 from envs.decision.split_planner import InfeasibleSplit
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import cut_jump, stop_group
+from envs.group_kernel.advance import stop_group
+from envs.group_kernel.jump import cut_jump
 from envs.group_kernel.prefix_cache import flush_idle
 from envs.group_kernel.queue import preempt
 

@@ -13,7 +13,7 @@ from envs.decision.move_candidates import DeclaredHealth, fallback_plan, planned
 from envs.domain.commands import Command, CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import cut_jump
+from envs.group_kernel.jump import cut_jump
 from envs.group_kernel.prefix_cache import flush_idle
 from envs.perf_model.step_time import step_parts
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import advance_all, cut_jump, next_event_s
+from envs.group_kernel.advance import advance_all, next_event_s
+from envs.group_kernel.jump import cut_jump
 from envs.group_kernel.queue import enqueue
 from envs.group_kernel.reading import kv_conserved
 from envs.perf_model import step_time as ST
