@@ -324,7 +324,9 @@ class Experiment:
         else:
             table = load_trace(choice.name, choice.format) if _is_file(choice.name) else default_trace(choice.name)
             table = with_classes(table, self.config.classes.source, self.config.classes.map)
-        label = "SYNTHETIC twin" if table.synthetic else "real trace"
+        label = "real trace"
+        if table.synthetic:
+            label = "holds SYNTHETIC requests" if choice.parts else "SYNTHETIC twin"
         shares = ", ".join(f"{name} {share:.0%}" for name, share in class_shares(table).items())
         self.say(f"traffic: {choice.name} ({label}): {len(table.arrival_s):,} requests over {table.arrival_s[-1]:,.0f} s; {shares}")
         return table

@@ -80,7 +80,7 @@ def batch_requests(span_s: float, requests_per_s: float, rng: np.random.Generato
         arrivals.append(arrival_s)
     found = [folder / name for folder in search_folders() for name in BATCH_FILES if (folder / name).is_file()]
     if found:
-        measured = load_trace(found[0], "vidur", arrival=ArrivalProcess(1.0))
+        measured = load_trace(found[0], "vidur-lengths", arrival=ArrivalProcess(1.0))
         chosen = rng.integers(0, len(measured), len(arrivals))
         prompts, answers = measured.prompt_tokens[chosen], measured.output_tokens[chosen]
         source = "batch requests with arXiv summarization lengths"

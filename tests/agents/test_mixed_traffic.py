@@ -55,3 +55,13 @@ def test_the_shipped_mix_has_every_class_in_every_window(no_files):
         first, last = np.searchsorted(table.arrival_s, window)
         shares = class_shares(table.take(np.arange(first, last)))
         assert set(shares) == set(CLASS_INDEX) and min(shares.values()) > 0.03
+
+
+def test_measured_batch_lengths_are_taken_where_they_are_found(shared, monkeypatch):
+    """The lengths are rows of the file itself, prompt and answer together; the arrivals are made up, so the table is synthetic."""
+    monkeypatch.setattr("agents.mixed_traffic.search_folders", lambda: (shared / "traces",))
+    table = batch_requests(200.0, 2.0, np.random.default_rng(1))
+    text = (shared / "traces" / "lengths" / "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv").read_text()
+    pairs = {tuple(line.split(",")[:2]) for line in text.splitlines()[1:]}
+    assert {(str(p), str(o)) for p, o in zip(table.prompt_tokens, table.output_tokens, strict=True)} <= pairs
+    assert table.synthetic and "arXiv" in table.source
