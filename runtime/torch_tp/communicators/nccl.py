@@ -143,11 +143,8 @@ class NcclCommunicator:
         rows = self.swap(padded)
         torch.cuda.current_stream(own.device).synchronize()
         self.raise_if_lost()
-        lead = own.shape[:-1]
-        lengths = [width * own.element_size() * int(torch.Size(lead).numel()) for width in columns]
-        return [
-            row[:length].clone().view(own.dtype).reshape(*lead, width) for row, length, width in zip(rows, lengths, columns, strict=True)
-        ]
+        parts = [row[: width * column_bytes].clone().view(own.dtype) for row, width in zip(rows, columns, strict=True)]
+        return [part.reshape(*lead, width) for part, width in zip(parts, columns, strict=True)]
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         check_pairs(sends, receives, self.rank, self.size)

@@ -23,6 +23,8 @@ SLOT_HEADER_BYTES = 64  # holds the message's length in bytes; keeps the numbers
 DEPTH = 4  # slots per rank and lane: how many messages may be under way at once
 BUDGET_NS = 300_000  # a kernel comes back this often, so that the caller can look for deadline and dead peers
 BLOCK = 2048  # numbers summed at a time
+AHEAD = 2  # chunks of a sum that are published before the first of them is summed
+LANE_FIELDS = ("flags", "size", "rank", "ring", "stride", "chunk_bytes", "pieces_from", "pauses", "clock")
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
@@ -107,6 +109,14 @@ def bits_of_float(typing: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
+@intrinsic
+def long_pointer(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), generate
+
+
 @njit("int64(int64)", nogil=True, cache=True)
 def read_flag(address):  # type: ignore[no-untyped-def]
     return load_acquire(address)
@@ -156,6 +166,15 @@ def await_flags(flags, size, target, pauses, clock, waited_ns, budget_ns):  # ty
     return -1
 
 
+@njit("boolean(int64, int64, int64)", nogil=True, cache=True)
+def all_reached(flags, size, target):  # type: ignore[no-untyped-def]
+    """Whether the counters of all ranks have reached `target`."""
+    reached = True
+    for rank in range(size):
+        reached &= load_acquire(flags + rank * FLAG_BYTES) >= target
+    return reached
+
+
 @njit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
 def publish(flags, size, rank, sequence, slot, source, count, announced, pauses, clock, waited_ns):  # type: ignore[no-untyped-def]
     """Copy `count` bytes into this rank's slot of message `sequence` and publish it; the slot last held `sequence` - DEPTH.
@@ -177,50 +196,33 @@ def await_published(flags, size, sequence, pauses, clock, waited_ns):  # type: i
     return await_flags(flags + PUBLISHED, size, sequence + 1, pauses, clock, waited_ns, BUDGET_NS)
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def await_reduced(flags, size, sequence, pauses, clock, waited_ns):  # type: ignore[no-untyped-def]
-    """Wait until all ranks have summed their piece of message `sequence`. Returns: -1, or the rank that has not."""
-    return await_flags(flags + REDUCED, size, sequence + 1, pauses, clock, waited_ns, BUDGET_NS)
-
-
 @njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True)
 def sum_float(slots, stride, size, target, count):  # type: ignore[no-untyped-def]
     """target[i] = ((slot 0)[i] + (slot 1)[i]) + ...: float32, in rank order, so every rank gets the same bits.
 
-    `slots`: address of rank 0's numbers, those of rank r lie `stride` x r bytes further. `target` may be one of them.
+    `slots`: address of rank 0's numbers, those of rank r lie `stride` x r bytes further. `target` must be none of them.
     """
-    summed = carray(float_pointer(target), count)
     if size == 1:
         _memcpy(target, slots, count * 4)
         return
-    # in blocks that stay in the first-level cache, through a buffer that cannot alias: the loops then become vector code
+    # in blocks that stay in the first-level cache; with fresh arrays that begin at zero the loops become vector code
     for begin in range(0, count, BLOCK):
         length = min(BLOCK, count - begin)
+        total = carray(float_pointer(target + begin * 4), length)
         first = carray(float_pointer(slots + begin * 4), length)
         second = carray(float_pointer(slots + stride + begin * 4), length)
-        if size == 2:
+        for i in range(length):
+            total[i] = first[i] + second[i]
+        for rank in range(2, size):
+            further = carray(float_pointer(slots + rank * stride + begin * 4), length)
             for i in range(length):
-                summed[begin + i] = first[i] + second[i]
-        elif size == 3:
-            third = carray(float_pointer(slots + 2 * stride + begin * 4), length)
-            for i in range(length):
-                summed[begin + i] = (first[i] + second[i]) + third[i]
-        else:
-            third = carray(float_pointer(slots + 2 * stride + begin * 4), length)
-            fourth = carray(float_pointer(slots + 3 * stride + begin * 4), length)
-            for i in range(length):
-                summed[begin + i] = ((first[i] + second[i]) + third[i]) + fourth[i]
-            for rank in range(4, size):
-                further = carray(float_pointer(slots + rank * stride + begin * 4), length)
-                for i in range(length):
-                    summed[begin + i] += further[i]
+                total[i] += further[i]
 
 
 @njit("void(int64, int64, int64, int64, int64)", nogil=True, cache=True)
 def sum_bfloat(slots, stride, size, target, count):  # type: ignore[no-untyped-def]
     """As `sum_float` for bfloat16: summed in float32 in rank order and rounded once, to nearest even."""
     total = np.empty(BLOCK, np.float32)
-    summed = carray(short_pointer(target), count)
     for begin in range(0, count, BLOCK):
         length = min(BLOCK, count - begin)
         for rank in range(size):
@@ -231,31 +233,128 @@ def sum_bfloat(slots, stride, size, target, count):  # type: ignore[no-untyped-d
             else:
                 for i in range(length):
                     total[i] += float_of_bits(np.uint32(part[i]) << np.uint32(16))
+        rounded = carray(short_pointer(target + begin * 2), length)
         for i in range(length):
             bits = bits_of_float(total[i])
-            rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
             # a NaN whose payload the rounding would carry into the exponent stays a quiet NaN
             is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            summed[begin + i] = np.uint16((bits >> np.uint32(16)) | np.uint32(0x40)) if is_nan else np.uint16(rounded)
+            rounded[i] = np.uint16((bits >> np.uint32(16)) | np.uint32(0x40)) if is_nan else np.uint16(nearest)
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def all_reduce_float(flags, size, rank, sequence, slots, stride, tensor, count, pauses, clock, stage):  # type: ignore[no-untyped-def]
-    """A whole all-reduce of one message of float32 in one call, for speed: publish, wait, sum, release the slots.
+@njit("void(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def _sum(slots, stride, size, target, count, width):  # type: ignore[no-untyped-def]
+    if width == 4:
+        sum_float(slots, stride, size, target, count)
+    else:
+        sum_bfloat(slots, stride, size, target, count)
 
-    `stage`: 0 to begin; afterwards what the last call returned. Returns: -1 when done, else (stage << 8) | missing rank: the caller looks
-    around and calls again with that stage (it may then have waited for long, so that from then on the wait sleeps).
+
+@njit("int64(int64, int64, int64)", nogil=True, cache=True)
+def _cut(count, size, rank):  # type: ignore[no-untyped-def]
+    """Where the piece begins that `rank` sums: on a cache line."""
+    return count if rank == size else count * rank // size // 32 * 32
+
+
+@njit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def advance_sum(lane, first, tensor, count, width, progress, leader, waited_ns, only_publish):  # type: ignore[no-untyped-def]
+    """Carry an in-place all-reduce as far as it goes: publish chunks ahead, wait for the others', sum, release.
+
+    From PIECES_FROM bytes per chunk, three ranks and more sum a piece each and copy the other pieces, instead of all summing everything.
+
+    Args: `lane`: address of the int64 fields LANE_FIELDS. `first`: message number of the first chunk. `tensor`, `count`,
+        `width`: numbers of 4 bytes (float32) or 2 (bfloat16). `progress`: address of three int64, zero at the start and
+        again at the end: chunks published, chunks summed, whether the present chunk's own piece is summed.
+        `leader`: -1 for all ranks, or the only rank that wants the sum; the others are done when they have published.
+        `only_publish`: do not wait for anything.
+    Returns: -1 when done (or nothing more to publish), else the rank missing after BUDGET_NS: look around and call again.
     """
-    waited_ns = np.int64(0) if stage == 0 else YIELD_UNTIL_NS
-    if stage < 512:
-        missing = publish(flags, size, rank, sequence, slots + rank * stride, tensor, count * 4, count * 4, pauses, clock, waited_ns)
-        if missing >= 0:
-            return 256 | missing
-    missing = await_flags(flags + PUBLISHED, size, sequence + 1, pauses, clock, waited_ns, BUDGET_NS)
-    if missing >= 0:
-        return 512 | missing
-    sum_float(slots + SLOT_HEADER_BYTES, stride, size, tensor, count)
-    store_release(flags + rank * FLAG_BYTES + DONE, sequence + 1)
+    field = carray(long_pointer(lane), 9)
+    flags, size, rank, ring, stride = field[0], field[1], field[2], field[3], field[4]
+    chunk_bytes, pieces_from, pauses, clock = field[5], field[6], field[7], field[8]
+    done = carray(long_pointer(progress), 3)
+    per_chunk = chunk_bytes // width
+    chunks = max(1, (count + per_chunk - 1) // per_chunk)
+    line = flags + rank * FLAG_BYTES
+    while done[1] < chunks:
+        while done[0] < chunks and done[0] - done[1] < AHEAD:
+            sequence = first + done[0]
+            if sequence - load_acquire(line + DONE) >= DEPTH:
+                break
+            slot = ring + (sequence % DEPTH * size + rank) * stride
+            begin = done[0] * per_chunk
+            part_bytes = min(per_chunk, count - begin) * width
+            free = only_publish == 0 or all_reached(flags + DONE, size, sequence - DEPTH + 1)
+            if not free:
+                return -1
+            missing = publish(flags, size, rank, sequence, slot, tensor + begin * width, part_bytes, part_bytes, pauses, clock, waited_ns)
+            if missing >= 0:
+                return missing
+            done[0] += 1
+        if only_publish:
+            return -1
+        sequence = first + done[1]
+        if leader >= 0 and leader != rank:
+            done[1] += 1
+            store_release(line + DONE, sequence + 1)
+            continue
+        begin = done[1] * per_chunk
+        part = min(per_chunk, count - begin)
+        slots = ring + sequence % DEPTH * size * stride + SLOT_HEADER_BYTES
+        target = tensor + begin * width
+        in_pieces = leader < 0 and size > 2 and part * width >= pieces_from
+        if done[2] == 0:
+            missing = await_flags(flags + PUBLISHED, size, sequence + 1, pauses, clock, waited_ns, BUDGET_NS)
+            if missing >= 0:
+                return missing
+            mine = _cut(part, size, rank) if in_pieces else 0
+            length = _cut(part, size, rank + 1) - mine if in_pieces else part
+            _sum(slots + mine * width, stride, size, target + mine * width, length, width)
+            if in_pieces:
+                # nobody else reads this piece of this slot before the flag says that it holds the sum
+                _memcpy(slots + rank * stride + mine * width, target + mine * width, length * width)
+                store_release(line + REDUCED, sequence + 1)
+            done[2] = 1
+        if in_pieces:
+            missing = await_flags(flags + REDUCED, size, sequence + 1, pauses, clock, waited_ns, BUDGET_NS)
+            if missing >= 0:
+                return missing
+            for peer in range(size):
+                if peer != rank:
+                    theirs = _cut(part, size, peer)
+                    length = _cut(part, size, peer + 1) - theirs
+                    _memcpy(target + theirs * width, slots + peer * stride + theirs * width, length * width)
+        done[2] = 0
+        done[1] += 1
+        store_release(line + DONE, sequence + 1)
+    done[0] = done[1] = 0
+    return -1
+
+
+@njit("int64(int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def advance_broadcast(lane, first, address, count, progress, leader, waited_ns):  # type: ignore[no-untyped-def]
+    """Carry a broadcast of `count` bytes from `leader` as far as it goes; arguments and result as for `advance_sum`."""
+    field = carray(long_pointer(lane), 9)
+    flags, size, rank, ring, stride = field[0], field[1], field[2], field[3], field[4]
+    chunk_bytes, pauses, clock = field[5], field[7], field[8]
+    done = carray(long_pointer(progress), 3)
+    chunks = max(1, (count + chunk_bytes - 1) // chunk_bytes)
+    while done[0] < chunks:
+        sequence = first + done[0]
+        begin = done[0] * chunk_bytes
+        part = min(chunk_bytes, count - begin)
+        slot = ring + (sequence % DEPTH * size + leader) * stride
+        if rank == leader:
+            missing = publish(flags, size, rank, sequence, slot, address + begin, part, part, pauses, clock, waited_ns)
+            if missing >= 0:
+                return missing
+        else:
+            if await_flags(flags + leader * FLAG_BYTES + PUBLISHED, 1, sequence + 1, pauses, clock, waited_ns, BUDGET_NS) >= 0:
+                return leader
+            _memcpy(address + begin, slot + SLOT_HEADER_BYTES, part)
+        store_release(flags + rank * FLAG_BYTES + DONE, sequence + 1)
+        done[0] += 1
+    done[0] = 0
     return -1
 
 

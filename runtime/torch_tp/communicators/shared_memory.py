@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from runtime.torch_tp.communicators import shared_flags as flags
 from runtime.torch_tp.communicators.interface import GroupSettings, Pending
-from runtime.torch_tp.communicators.rank_order import piece_cuts, sum_in_rank_order
+from runtime.torch_tp.communicators.rank_order import sum_in_rank_order
 from runtime.torch_tp.communicators.segments import Segment, shorten_naps
 from runtime.torch_tp.communicators.shared_mailboxes import Mailboxes
 from runtime.torch_tp.communicators.waiting import PeerWatch
@@ -30,6 +30,8 @@ from runtime.torch_tp.communicators.waiting import PeerWatch
 CHUNK_BYTES = 128 * 1024
 URGENT_CHUNK_BYTES = 32 * 1024
 PIECES_FROM_BYTES = 32 * 1024  # from here, three ranks and more sum a piece each
+_WIDTHS = (torch.float32, torch.bfloat16)  # summed by compiled code
+EVERYBODY = -1
 SPIN_POLLS = 400
 SPIN_POLLS_CROWDED = 20  # with more ranks than cores, whoever spins holds up the one it waits for
 
@@ -75,7 +77,12 @@ class Lane:
         self._scratch = np.zeros(2, np.int64)
         self.clock = int(self._scratch.ctypes.data)
         self.sequence = 0  # of the next message
-        self.finished = 0  # messages that this rank has read
+        fields = (self.flags, self.size, self.rank, self._slots, self.stride, self.chunk_bytes, PIECES_FROM_BYTES, self.polls, self.clock)
+        assert len(fields) == len(flags.LANE_FIELDS)
+        self._fields = np.array(fields, np.int64)
+        self.fields = int(self._fields.ctypes.data)
+        self._progress = np.zeros(3, np.int64)
+        self._progress_address = int(self._progress.ctypes.data)
         self._open: deque[_Sum] = deque()
         self._lock = threading.Lock()
 
@@ -116,29 +123,17 @@ class Lane:
     def await_published(self, sequence: int) -> None:
         self.until("all_reduce", lambda waited: flags.await_published(self.flags, self.size, sequence, self.polls, self.clock, waited))
 
-    def await_from(self, sequence: int, rank: int, what: str) -> None:
-        """Wait for the message of one rank only."""
-        line = self.flags + rank * flags.FLAG_BYTES
-
-        def attempt(waited: int) -> int:
-            return rank if flags.await_published(line, 1, sequence, self.polls, self.clock, waited) >= 0 else -1
-
-        self.until(what, attempt)
-
     def release(self, sequence: int) -> None:
         """This rank has read message `sequence` and all before it."""
-        self.finished = sequence + 1
         flags.write_flag(self.flags + self.rank * flags.FLAG_BYTES + flags.DONE, sequence + 1)
 
-    def add_up(self, sequence: int, begin: int, count: int, target: Tensor) -> None:
-        """target = sum over the ranks, in rank order, of numbers begin .. begin + count of what they published."""
-        if target.dtype is torch.float32 or target.dtype is torch.bfloat16:
+    def add_up(self, sequence: int, target: Tensor) -> None:
+        """target = sum over the ranks, in rank order, of what they published."""
+        if target.dtype in _WIDTHS:
             kernel = flags.sum_float if target.dtype is torch.float32 else flags.sum_bfloat
-            first = self.slots(sequence) + flags.SLOT_HEADER_BYTES + begin * target.element_size()
-            kernel(first, self.stride, self.size, target.data_ptr(), count)
+            kernel(self.slots(sequence) + flags.SLOT_HEADER_BYTES, self.stride, self.size, target.data_ptr(), target.numel())
         else:
-            parts = [self.numbers(sequence, rank, begin + count, target.dtype)[begin:] for rank in range(self.size)]
-            target.copy_(sum_in_rank_order(parts))
+            target.copy_(sum_in_rank_order([self.numbers(sequence, rank, target.numel(), target.dtype) for rank in range(self.size)]))
 
     # --- sums
 
@@ -147,48 +142,33 @@ class Lane:
         with self._lock:
             if self._open:
                 self.finish_open()
-            length_bytes = tensor.nbytes
-            if tensor.dtype is torch.float32 and length_bytes <= self._one_shot_bytes and tensor.is_contiguous() and not tensor.is_cuda:
-                self._sum_at_once(tensor.data_ptr(), length_bytes >> 2)
+            if tensor.dtype in _WIDTHS and tensor.is_cpu and tensor.is_contiguous():
+                self._sum_at_once(tensor, EVERYBODY)
             else:
-                self._begin(tensor)
-                self.finish_open()
+                self._begin(tensor).complete()
 
-    @property
-    def _one_shot_bytes(self) -> int:
-        return self.chunk_bytes if self.size <= 2 else min(self.chunk_bytes, PIECES_FROM_BYTES)
-
-    def _sum_at_once(self, address: int, count: int) -> None:
-        sequence = self.sequence
-        slots = self.slots(sequence)
-        stage = flags.all_reduce_float(
-            self.flags, self.size, self.rank, sequence, slots, self.stride, address, count, self.polls, self.clock, 0
-        )
-        if stage >= 0:
-            self.until(
-                "all_reduce",
-                _Resume(
-                    lambda stage: flags.all_reduce_float(
-                        self.flags, self.size, self.rank, sequence, slots, self.stride, address, count, self.polls, self.clock, stage
-                    ),
-                    stage,
-                ),
-            )
-        self.sequence = self.finished = sequence + 1
+    def _sum_at_once(self, tensor: Tensor, leader: int) -> None:
+        """What `_begin(...).complete()` does, with as little Python as may be: it is most of the time of a small sum."""
+        first, address, count, width = self.sequence, tensor.data_ptr(), tensor.numel(), 4 if tensor.dtype is torch.float32 else 2
+        self.sequence = first + max(1, -(-count * width // self.chunk_bytes))
+        if flags.advance_sum(self.fields, first, address, count, width, self._progress_address, leader, 0, 0) >= 0:
+            place = (self.fields, first, address, count, width, self._progress_address, leader)
+            self.until("all_reduce", lambda waited: flags.advance_sum(*place, waited, 0))
 
     def start(self, tensor: Tensor) -> Pending:
-        """Publish as much of `tensor` as there is room for."""
+        """Publish as much of `tensor` as there is room for, unless an earlier sum has something left to publish."""
         with self._lock:
-            return self._begin(tensor)
+            started = self._begin(tensor)
+            if not self._open or self._open[-1].is_published:
+                started.publish()
+            self._open.append(started)
+            return _Started(self, started)
 
     def _begin(self, tensor: Tensor) -> _Sum:
-        if self._open and (self._open[-1].unpublished or self.sequence - self.finished >= flags.DEPTH - 1):
-            self.finish_open()
-        started = _Sum(self, tensor, self.sequence)
-        self.sequence += started.chunks
-        self._open.append(started)
-        started.publish_some()
-        return started
+        kind = _Sum if tensor.dtype in _WIDTHS else _OtherSum
+        begun = kind(self, tensor, self.sequence)
+        self.sequence += begun.chunks
+        return begun
 
     def finish_open(self, until: _Sum | None = None) -> None:
         """Complete the started sums in their order, up to and with `until`."""
@@ -211,35 +191,33 @@ class Lane:
         with self._lock:
             self.finish_open()
             work = _checked(tensor)
-            for sequence, part in self._chunks(work):
-                self.publish(sequence, part.data_ptr(), part.nbytes)
-                if self.rank == leader:
-                    self.await_published(sequence)
-                    self.add_up(sequence, 0, part.numel(), part)
-                self.release(sequence)
+            if work.dtype in _WIDTHS:
+                self._sum_at_once(work, leader)
+            else:
+                for part in work.view(-1).split(self.chunk_bytes // work.element_size()):
+                    self._reduce_part(leader, part)
             if self.rank == leader and work is not tensor:
                 tensor.copy_(work)
+
+    def _reduce_part(self, leader: int, part: Tensor) -> None:
+        sequence = self.sequence
+        self.sequence += 1
+        self.publish(sequence, part.data_ptr(), part.nbytes)
+        if self.rank == leader:
+            self.await_published(sequence)
+            self.add_up(sequence, part)
+        self.release(sequence)
 
     def broadcast_from(self, leader: int, tensor: Tensor) -> None:
         """Everybody's `tensor` becomes the leader's."""
         with self._lock:
             self.finish_open()
             work = _checked(tensor)
-            for sequence, part in self._chunks(work):
-                if self.rank == leader:
-                    self.publish(sequence, part.data_ptr(), part.nbytes)
-                else:
-                    self.await_from(sequence, leader, "broadcast")
-                    flags.copy_bytes(part.data_ptr(), self.slots(sequence) + leader * self.stride + flags.SLOT_HEADER_BYTES, part.nbytes)
-                self.release(sequence)
+            place = (self.fields, self.sequence, work.data_ptr(), work.nbytes, self._progress_address, leader)
+            self.sequence += max(1, -(-work.nbytes // self.chunk_bytes))
+            self.until("broadcast", lambda waited: flags.advance_broadcast(*place, waited))
             if work is not tensor:
                 tensor.copy_(work)
-
-    def _chunks(self, work: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Numbers the chunks of a contiguous tensor as the next messages."""
-        for part in work.view(-1).split(self.chunk_bytes // work.element_size()):
-            self.sequence += 1
-            yield self.sequence - 1, part
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensors; the last dimension may differ. Each chunk announces how many bytes were still to come before it."""
@@ -288,78 +266,63 @@ def _checked(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-class _Resume:
-    """An `attempt` for Lane.until over a kernel that keeps a stage."""
-
-    def __init__(self, call: Callable[[int], int], stage: int) -> None:
-        self._call, self._stage, self._fresh = call, stage, True
-
-    def __call__(self, waited_ns: int) -> int:
-        if self._fresh:
-            self._fresh = False
-        else:
-            self._stage = self._call(self._stage)
-        return self._stage
-
-
 class _Sum:
-    """An all-reduce under way: which chunks are published and which are summed."""
+    """An all-reduce under way, of float32 or bfloat16: the compiled kernel keeps its progress."""
 
     def __init__(self, lane: Lane, tensor: Tensor, sequence: int) -> None:
         self._lane, self._target = lane, tensor
         self._work = _checked(tensor)
-        self._per_chunk = lane.chunk_bytes // tensor.element_size()
-        self._count = tensor.numel()
+        self._count, self._width = tensor.numel(), tensor.element_size()
         self._first = sequence
-        self.chunks = max(1, -(-self._count // self._per_chunk))
-        self._published = 0
+        per_chunk = lane.chunk_bytes // self._width
+        self.chunks = max(1, -(-self._count // per_chunk))
+        self._progress = np.zeros(3, np.int64)
 
     @property
-    def unpublished(self) -> int:
-        return self.chunks - self._published
+    def is_published(self) -> bool:
+        return int(self._progress[0]) == self.chunks
 
-    def _extent(self, chunk: int) -> tuple[int, int]:
-        begin = chunk * self._per_chunk
-        return begin, min(self._per_chunk, self._count - begin)
+    def _advance(self, waited_ns: int, only_publish: bool = False) -> int:
+        address, progress = self._work.data_ptr(), int(self._progress.ctypes.data)
+        return flags.advance_sum(
+            self._lane.fields, self._first, address, self._count, self._width, progress, EVERYBODY, waited_ns, only_publish
+        )
 
-    def publish_some(self) -> None:
-        """Publish chunks while own slots are free: the next one always goes out before the present one is summed."""
-        width = self._work.element_size()
-        while self.unpublished and self._first + self._published - self._lane.finished < flags.DEPTH - 1:
-            begin, count = self._extent(self._published)
-            self._lane.publish(self._first + self._published, self._work.data_ptr() + begin * width, count * width)
-            self._published += 1
+    def publish(self) -> None:
+        self._advance(0, only_publish=True)
+
+    def complete(self) -> None:
+        self._lane.until("all_reduce", self._advance)
+        if self._work is not self._target:
+            self._target.copy_(self._work)
+
+
+class _OtherSum(_Sum):
+    """An all-reduce of another dtype: summed by torch, chunk by chunk when it is waited for."""
+
+    def publish(self) -> None:
+        pass
 
     def complete(self) -> None:
         lane = self._lane
-        for chunk in range(self.chunks):
-            self.publish_some()
-            sequence = self._first + chunk
-            begin, count = self._extent(chunk)
+        for number, part in enumerate(self._work.view(-1).split(lane.chunk_bytes // self._width)):
+            sequence = self._first + number
+            lane.publish(sequence, part.data_ptr(), part.nbytes)
             lane.await_published(sequence)
-            if lane.size > 2 and count * self._work.element_size() >= PIECES_FROM_BYTES:
-                self._sum_in_pieces(sequence, begin, count)
-            else:
-                lane.add_up(sequence, 0, count, self._work.view(-1)[begin : begin + count])
+            lane.add_up(sequence, part)
             lane.release(sequence)
         if self._work is not self._target:
             self._target.copy_(self._work)
 
-    def _sum_in_pieces(self, sequence: int, begin: int, count: int) -> None:
-        """Each rank sums its piece into its own slot, where nobody else looks at that piece before; then all copy the pieces."""
-        lane = self._lane
-        cuts = piece_cuts(count, lane.size)
-        mine, end = cuts[lane.rank], cuts[lane.rank + 1]
-        dtype = self._work.dtype
-        lane.add_up(sequence, mine, end - mine, lane.numbers(sequence, lane.rank, count, dtype)[mine:end])
-        flags.write_flag(lane.flags + lane.rank * flags.FLAG_BYTES + flags.REDUCED, sequence + 1)
-        lane.until("all_reduce", lambda waited: flags.await_reduced(lane.flags, lane.size, sequence, lane.polls, lane.clock, waited))
-        work = self._work.view(-1)[begin : begin + count]
-        for rank in range(lane.size):
-            work[cuts[rank] : cuts[rank + 1]] = lane.numbers(sequence, rank, count, dtype)[cuts[rank] : cuts[rank + 1]]
+
+class _Started:
+    """The Pending of a started sum."""
+
+    def __init__(self, lane: Lane, started: _Sum) -> None:
+        self._lane, self._started = lane, started
 
     def wait(self) -> None:
-        self._lane.finish(self)
+        self._lane.finish(self._started)
 
 
 class SharedMemoryCommunicator:

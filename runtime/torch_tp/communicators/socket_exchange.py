@@ -20,9 +20,9 @@ ALL_DONE, BUDGET_SPENT, CLOSED = -1, 0, 256
 def swap_with_all(progress, size, rank, source, target, length_bytes, clock):  # type: ignore[no-untyped-def]
     """Send `length_bytes` at `source` to every peer and receive as much from each at `target` + peer x `length_bytes`.
 
-        `progress`: int64 rows (descriptor, bytes sent, bytes received) of all ranks, kept between calls; `clock`: 16 bytes of the caller's own.
-        Looks again and again for SPIN_NS, then comes back. Returns: SPIN_NS = 100_000
-    ALL_DONE, BUDGET_SPENT, or CLOSED + the peer that closed its end.
+    `progress`: int64 rows (descriptor, bytes sent, bytes received) of all ranks, kept between calls; `clock`: 16 bytes of
+    the caller's own. Looks again and again for SPIN_NS, then comes back.
+    Returns: ALL_DONE, BUDGET_SPENT, or CLOSED + the peer that closed its end.
     """
     started_ns = 0
     while True:

@@ -17,7 +17,7 @@ from typing import Any
 from runtime.torch_tp.communicators.segment_names import segment_name
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["runtime.torch_tp.communicators.shared_memory", "tests.runtime.torch_tp.rank_programs"])
+_context.set_forkserver_preload(["runtime.torch_tp.communicators.hierarchical", "tests.runtime.torch_tp.rank_programs"])
 _epochs = itertools.count(1)  # of this process: each group of a test has its own names
 
 
