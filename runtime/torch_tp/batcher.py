@@ -308,6 +308,11 @@ class Batcher:
     # --- views --------------------------------------------------------------------------------------------------------------
 
     @property
+    def request_ids(self) -> set[str]:
+        """Of all requests being served."""
+        return set(self._residents)
+
+    @property
     def is_idle(self) -> bool:
         return not self._residents
 

@@ -153,9 +153,13 @@ class Engine:
                 own_nursery.start()
             supervisor = Supervisor(folder, ranks, limits, nursery=nursery or own_nursery, on_change=on_change)
             supervisor.start()
-        except BaseException:
+        except BaseException as error:
             if own_nursery is not None:
                 own_nursery.close()
+            if isinstance(error, TimeoutError):
+                raise GroupGone(
+                    f"no group of {len(ranks)} rank(s) stood within {limits.start_deadline_s:g} s; is the machine busy?"
+                ) from error
             raise
         return cls(supervisor, config, tokenizer, chosen, own_nursery)
 
@@ -196,6 +200,12 @@ class Engine:
     def load(self) -> Load:
         with self._lock:
             return self.batcher.load(time.monotonic())
+
+    def check(self) -> None:
+        """Raise AssertionError unless slots, KV tokens and requests are conserved."""
+        with self._lock:
+            self.batcher.check()
+            assert set(self._streams) == self.batcher.request_ids, "streams and requests differ"
 
     def measured(self) -> Measured:
         with self._lock:

@@ -29,7 +29,7 @@ from runtime.torch_tp.parent_death import leave_with_parent, live_on
 
 PROJECT = Path(__file__).resolve().parents[2]
 PRELOADED = ("runtime.torch_tp.step_runner", "runtime.torch_tp.communicators.shared_memory")
-READY_DEADLINE_S = 120.0
+READY_DEADLINE_S = 300.0
 FORK_DEADLINE_S = 10.0
 MESSAGE_BYTES_MAX = 1 << 17
 
@@ -187,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError:
         pass  # the parent is gone in the middle of an answer
     _clear_away(children)
+    os._exit(0)  # taking torch down in good order would take seconds, and nothing is left to be done
 
 
 def _clear_away(children: set[int]) -> None:

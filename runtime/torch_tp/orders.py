@@ -37,9 +37,12 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
+    """memory_bytes: of the worker's device, or (is_host_memory) of its whole host."""
+
     seconds: float
     model: ModelSpec
     memory_bytes: int
+    is_host_memory: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,14 @@ class StepDone:
     host_s: float
     busy_s: tuple[float, ...]
     emulated_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOrder:
+    """Time all-reduces of these sizes."""
+
+    sizes_bytes: tuple[int, ...]
+    repeats: int
 
 
 @dataclass(frozen=True, slots=True)

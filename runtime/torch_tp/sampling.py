@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,7 +22,11 @@ from runtime.torch_tp.steps import BROKEN_TOKEN, NewSlot
 if TYPE_CHECKING:
     from runtime.torch_tp.shares import Interval
 
-UNSORTED_SHARE = 1e-4  # top-p sorts only tokens at least this likely where they suffice
+NUCLEUS_SHARES = (1e-3, 1e-4, 1e-5, 1e-6, 0.0)
+"""Top-p sorts only the tokens with at least such a share of the weight: the first share whose tokens suffice."""
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 
 class Gatherer(Protocol):
@@ -112,11 +117,11 @@ def sample(
     logprobs: list[TokenLogprobs | None] = [None] * len(states)
     if greedy:
         rows = [states[row].adjusted(local_logits[row], vocabulary.start, positions[row]) for row in greedy]
-        chosen = _greedy(torch.stack(rows), vocabulary.start, communicator)
-        for row, token in zip(greedy, chosen, strict=True):
+        for row, token in zip(greedy, _greedy(rows, vocabulary.start, communicator), strict=True):
             tokens[row] = token
     if whole:
-        gathered = torch.cat([shard.cpu() for shard in communicator.all_gather(local_logits[whole].contiguous())], dim=-1)
+        shards = communicator.all_gather(local_logits[whole].contiguous())
+        gathered = torch.cat([shard.cpu() for shard in shards], dim=-1)
         for row, logits in zip(whole, gathered, strict=True):
             tokens[row], logprobs[row] = _choose(logits, states[row], positions[row])
     for state, token in zip(states, tokens, strict=True):
@@ -125,34 +130,36 @@ def sample(
     return SampledTokens(tuple(tokens), tuple(logprobs), stopped)
 
 
-def _greedy(logits: Tensor, first_row: int, communicator: Gatherer) -> list[int]:
-    """Ids of the largest logits (rows, own width); ties to the lowest id: `max` takes the first, and ranks ascend."""
-    best = torch.full((2, logits.shape[0]), -torch.inf)
-    if logits.shape[1]:
-        value, place = logits.max(dim=1)
-        best[0], best[1] = value.float().cpu(), (place + first_row).float().cpu()  # ids below 2^24 are exact in float32
-    everyone = torch.stack(communicator.all_gather(best))  # (ranks, 2, rows)
-    values = everyone[:, 0]
-    largest, rank = values.max(dim=0)
-    tokens = everyone[rank, 1, torch.arange(logits.shape[0])]
-    sound = torch.isfinite(largest)  # max() passes a NaN on
-    return [int(token) if is_sound else BROKEN_TOKEN for token, is_sound in zip(tokens, sound, strict=True)]
+def _greedy(rows: Sequence[Tensor], first_row: int, communicator: Gatherer) -> list[int]:
+    """Ids of the largest logits of rows (own width,); ties to the lowest id: `argmax` takes the first, and ranks ascend."""
+    best = np.full((2, len(rows)), -np.inf, dtype=np.float32)
+    for place, row in enumerate(rows if rows[0].shape[0] else ()):
+        values = row.cpu().numpy() if row.dtype == torch.float32 else row.float().cpu().numpy()
+        index = int(values.argmax())  # a NaN counts as the largest
+        best[:, place] = values[index], first_row + index  # ids below 2^24 are exact in float32
+    everyone = torch.stack(communicator.all_gather(torch.from_numpy(best))).numpy()  # (ranks, 2, rows)
+    owner = everyone[:, 0].argmax(axis=0)
+    chosen = everyone[owner, :, np.arange(len(rows))]
+    return [int(token) if np.isfinite(value) else BROKEN_TOKEN for value, token in chosen]
 
 
 def _choose(logits: Tensor, state: SamplingState, position: int) -> tuple[int, TokenLogprobs | None]:
     """One row of the whole vocabulary, float32 (rows,) on the CPU."""
-    adjusted = state.adjusted(logits, 0, position)
-    if not bool(torch.isfinite(logits.max()) & torch.isfinite(adjusted.max())):
+    adjusted = state.adjusted(logits, 0, position).double().numpy()
+    raw = logits.double().numpy()
+    if not (np.isfinite(raw.max()) and np.isfinite(adjusted.max())):
         return BROKEN_TOKEN, None if state.logprobs is None else TokenLogprobs(-math.inf)
     token = int(adjusted.argmax()) if state.settings.is_greedy else draw(adjusted, state.settings, state.seed, position)
-    return token, None if state.logprobs is None else logprobs_of(logits, token, state.logprobs)
+    return token, None if state.logprobs is None else logprobs_of(raw, token, state.logprobs)
 
 
-def logprobs_of(logits: Tensor, token: int, top: int) -> TokenLogprobs:
+def logprobs_of(logits: FloatArray, token: int, top: int) -> TokenLogprobs:
     """Logprobs of one row (rows,) under the model itself."""
-    row = torch.log_softmax(logits.double(), dim=0)
-    best, ids = torch.sort(row, descending=True, stable=True) if top else (row[:0], row[:0])
-    return TokenLogprobs(float(row[token]), tuple((int(i), float(value)) for i, value in zip(ids[:top], best[:top], strict=True)))
+    largest = logits.max()
+    log_total = float(largest + np.log(np.exp(logits - largest).sum()))
+    best = _likeliest(logits, top) if top < len(logits) else np.arange(len(logits))
+    best = best[np.argsort(-logits[best], kind="stable")]
+    return TokenLogprobs(float(logits[token]) - log_total, tuple((int(i), float(logits[i]) - log_total) for i in best))
 
 
 def uniform(seed: int, position: int) -> float:
@@ -160,21 +167,20 @@ def uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
 
 
-def draw(logits: Tensor, settings: SamplingSettings, seed: int, position: int) -> int:
-    """Draw from softmax(logits / temperature), float (rows,), cut by top_k, then top_p, then min_p; ids in ascending order."""
-    weights, ids = _kept(logits.double() / settings.temperature, settings)
-    reached = torch.cumsum(weights, dim=0)
-    level = uniform(seed, position) * float(reached[-1])
-    place = int(torch.searchsorted(reached, level, right=True))  # the first sum beyond the level: its weight is not 0
+def draw(logits: FloatArray, settings: SamplingSettings, seed: int, position: int) -> int:
+    """Draw from softmax(logits / temperature), shape (rows,), cut by top_k, then top_p, then min_p; ids in ascending order."""
+    weights, ids = _kept(logits / settings.temperature, settings)
+    reached = np.cumsum(weights)
+    place = int(np.searchsorted(reached, uniform(seed, position) * reached[-1], side="right"))  # beyond the level: its weight is not 0
     if place == len(reached):  # the level was rounded up to the sum of all
-        place = int(torch.nonzero(weights)[-1])
+        place = int(np.flatnonzero(weights)[-1])
     return int(ids[place])
 
 
-def _kept(scaled: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
+def _kept(scaled: FloatArray, settings: SamplingSettings) -> tuple[FloatArray, IntArray]:
     """(weights, ids) of the tokens that may be drawn, ids ascending; weights are relative to the likeliest token's."""
-    weights = torch.exp(scaled - scaled.max())
-    ids = torch.arange(len(weights))
+    weights = np.exp(scaled - scaled.max())
+    ids = np.arange(len(weights))
     if 0 < settings.top_k < len(weights):
         ids = _likeliest(weights, settings.top_k)
         weights = weights[ids]
@@ -182,30 +188,33 @@ def _kept(scaled: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
         kept = _nucleus(weights, settings.top_p)
         ids, weights = ids[kept], weights[kept]
     if settings.min_p > 0.0:
-        kept = torch.nonzero(weights >= settings.min_p)[:, 0]
+        kept = np.flatnonzero(weights >= settings.min_p)
         ids, weights = ids[kept], weights[kept]
     return weights, ids
 
 
-def _likeliest(weights: Tensor, count: int) -> Tensor:
-    """Places of the `count` largest, ascending; of equals at the edge the lowest places stay."""
-    edge = torch.topk(weights, count).values[-1]
-    above = torch.nonzero(weights > edge)[:, 0]
-    level = torch.nonzero(weights == edge)[: count - len(above), 0]
-    return torch.sort(torch.cat([above, level])).values
+def _likeliest(weights: FloatArray, count: int) -> IntArray:
+    """Places of the `count` < len(weights) largest, ascending; of equals at the edge the lowest places stay."""
+    if count == 0:
+        return np.arange(0)
+    edge = np.partition(weights, len(weights) - count)[len(weights) - count]
+    above = np.flatnonzero(weights > edge)
+    level = np.flatnonzero(weights == edge)[: count - len(above)]
+    return np.sort(np.concatenate([above, level]))
 
 
-def _nucleus(weights: Tensor, share: float) -> Tensor:
+def _nucleus(weights: FloatArray, share: float) -> IntArray:
     """Places of the smallest set of likeliest tokens whose weights reach `share` of the sum, ascending; ties to the lowest place.
 
-    Tokens under UNSORTED_SHARE of the sum are left out of the sort where the others reach the share: they are less likely than
-    all those, so the set cannot need them.
+    Only tokens above a threshold are sorted, where they suffice: the others are less likely than all of them, so the set cannot
+    need them.
     """
-    wanted = share * float(weights.sum())
-    places = torch.nonzero(weights >= UNSORTED_SHARE * float(weights.sum()))[:, 0]
-    if float(weights[places].sum()) < wanted:
-        places = torch.arange(len(weights))
-    order = torch.sort(weights[places], descending=True, stable=True).indices
-    reached = torch.cumsum(weights[places][order], dim=0)
-    count = min(int(torch.searchsorted(reached, wanted)) + 1, len(order))
-    return torch.sort(places[order[:count]]).values
+    total = weights.sum()
+    for least in NUCLEUS_SHARES:
+        places = np.flatnonzero(weights >= least * total)
+        if least == 0.0 or weights[places].sum() >= share * total:
+            break
+    order = np.argsort(-weights[places], kind="stable")
+    reached = np.cumsum(weights[places][order])
+    count = min(int(np.searchsorted(reached, share * total)) + 1, len(order))
+    return np.sort(places[order[:count]])

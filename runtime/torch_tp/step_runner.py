@@ -22,9 +22,10 @@ from runtime.torch_tp.communicators.interface import Communicator, Pending, buil
 from runtime.torch_tp.communicators.serial import SerialCommunicator
 from runtime.torch_tp.emulation import SlowDown
 from runtime.torch_tp.kv_mover import KvMover
+from runtime.torch_tp.link_probe import measure_all_reduce
 from runtime.torch_tp.liveness import Phase, Slot
 from runtime.torch_tp.model import Slice, TpModel
-from runtime.torch_tp.orders import Configuration, Loaded, LoadOrder, Prepared, PrepareOrder, StepDone, Switched, SwitchOrder
+from runtime.torch_tp.orders import Configuration, Loaded, LoadOrder, Prepared, PrepareOrder, ReduceOrder, StepDone, Switched, SwitchOrder
 from runtime.torch_tp.profiler import OPERATIONS
 from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.resplit import kv_moves
@@ -34,6 +35,7 @@ from runtime.torch_tp.slot_records import SlotRecord
 from runtime.torch_tp.steps import NewSlot, SliceCommand, SlotTokens, StepCommand, tokens_to_wire
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SPEC_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _WARM_UP_SLOT = NewSlot(0, "warm-up", 0, 16, 0, SamplingSettings())
 
 
@@ -91,7 +93,7 @@ class WatchedPending:
 class WatchedCommunicator:
     """A communicator that shows on the rank's slot when it waits, and tells the clock which operation each collective ends.
 
-    A step's all-reduces alternate, attention and MLP (of two half batches each, where they overlap); its gathers belong to the vocabulary.
+    A step's all-reduces alternate, attention and MLP (of two half batches each, where they overlap); gathers belong to the vocabulary.
     """
 
     def __init__(self, inner: Communicator, slot: Slot) -> None:
@@ -165,8 +167,12 @@ class StepRunner:
         self._prepared_plan: LayerPlans | None = None
         self._is_lowest = False
         self._warm_up()
-        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.loaded = Loaded(time.perf_counter() - began_s, self._checkpoint.config.to_spec(), memory_bytes)
+        is_host = order.device == "cpu"
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory_bytes = host_bytes if is_host else torch.cuda.get_device_properties(order.device).total_memory
+        self.loaded = Loaded(
+            time.perf_counter() - began_s, self._checkpoint.config.to_spec(SPEC_DTYPES[order.dtype]), memory_bytes, is_host
+        )
 
     def _warm_up(self) -> None:
         """Run one token alone, so that no step pays for imports, compilers and the first reading of the weights."""
@@ -318,8 +324,14 @@ class StepRunner:
             self._mover = None
         self._prepared_plan = None
 
-    def profile(self, order: Any) -> Any:
-        raise NotImplementedError
+    def profile(self, order: ReduceOrder) -> list[tuple[int, float, float]]:
+        """(bytes, median s, 99th percentile s) of all-reduces; the same on every rank, [] where this rank is alone."""
+        assert self._communicator is not None
+        if self._communicator.size == 1:
+            return []
+        self._communicator.clock = None
+        measured = measure_all_reduce(self._communicator, order.sizes_bytes, order.repeats)
+        return [(entry.size_bytes, entry.time_s_p50, entry.time_s_p99) for entry in measured]
 
     # --- steps --------------------------------------------------------------------------------------------------------------
 

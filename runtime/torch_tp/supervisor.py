@@ -32,6 +32,7 @@ from envs.decision.layer_cuts import layer_plans
 from envs.domain.plans import LayerPlans
 from envs.domain.specs import ModelSpec
 from runtime.torch_tp.communicators.segment_names import segment_name
+from runtime.torch_tp.emulation import SlowDown
 from runtime.torch_tp.liveness import Phase, ProgressPage, Reading, Slot, Watch, is_suspect, laggards, process_state
 from runtime.torch_tp.nursery import ForkedWorker, Nursery, worker_environment
 from runtime.torch_tp.orders import (
@@ -44,6 +45,7 @@ from runtime.torch_tp.orders import (
     LoadOrder,
     Prepared,
     PrepareOrder,
+    ReduceOrder,
     StepDone,
     Switched,
     SwitchOrder,
@@ -142,6 +144,7 @@ class RankSettings:
             raise ValueError(f"RankSettings: speed={self.speed} must be positive and finite")
         if self.threads < 1:
             raise ValueError(f"RankSettings: threads={self.threads} must be at least 1")
+        SlowDown(self.slow_factor)  # says what is wrong with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ class SupervisorSettings:
     step_deadline_s: float = 300.0
     configure_deadline_s: float = 20.0
     prepare_deadline_s: float = 60.0
-    stop_deadline_s: float = 2.0
+    stop_deadline_s: float = 1.0
     listen_host: str | None = None
     listen_port: int = 0
     token: str | None = None
@@ -256,6 +259,7 @@ class Supervisor:
         self._forecast = StepForecast()
         self.profile = RankProfile([rank.speed for rank in ranks])
         self.emulated_s = 0.0
+        self.last_done: dict[int, StepDone] = {}
         self._records = SlotRecords()
         self._rounds: dict[Kind, _Round] = {}
         self._strangers: dict[socket.socket, tuple[FrameReader, float]] = {}
@@ -316,6 +320,32 @@ class Supervisor:
     def spares(self) -> tuple[int, ...]:
         """Workers that are loaded and in no group: they can `join`."""
         return tuple(link.worker for link in self._links if link.standing is _Standing.SPARE)
+
+    def rank_settings(self, worker: int) -> RankSettings:
+        return self._links[worker].settings
+
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Memory per member: a device's own, or an equal share of its host's."""
+        nodes = self.nodes()
+        told = [self._links[worker].loaded for worker in self.members]
+        return tuple(
+            0 if loaded is None else loaded.memory_bytes // (nodes.count(node) if loaded.is_host_memory else 1)
+            for loaded, node in zip(told, nodes, strict=True)
+        )
+
+    def nodes(self) -> tuple[str, ...]:
+        """Communication domain of each member."""
+        return tuple(self._links[worker].node for worker in self.members)
+
+    def profile_all_reduce(self, sizes_bytes: Sequence[int], repeats: int) -> list[tuple[int, float, float]]:
+        """(bytes, median s, 99th percentile s) of all-reduces over the group, between two steps; [] for a group of one."""
+
+        def finish(answers: dict[int, list[tuple[int, float, float]]]) -> list[tuple[int, float, float]]:
+            return answers[min(answers)]
+
+        order = ReduceOrder(tuple(sizes_bytes), repeats)
+        deadline_s = self.settings.step_deadline_s
+        return self._ask(lambda future: self._order(Kind.PROFILE, order, future, finish, deadline_s), deadline_s)
 
     def await_change(self, epoch: int, deadline_s: float) -> bool:
         """Wait until the group of that epoch (or a later one) stands; False after `deadline_s`."""
@@ -412,6 +442,18 @@ class Supervisor:
             future.set_result(None)
 
         self._ask(begin, self.settings.configure_deadline_s)
+
+    def sever(self, worker: int) -> bool:
+        """For drills: cut the connection to a worker, as a failing network would. False where there is none."""
+
+        def begin(future: Future[bool]) -> None:
+            connection = self._links[worker].connection
+            if connection is not None:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            future.set_result(connection is not None)
+
+        return self._ask(begin, self.settings.configure_deadline_s)
 
     def respawn(self, worker: int) -> None:
         """Start a lost worker again; once it is loaded it shows in `spares`. Raises: ValueError while it still runs."""
@@ -961,6 +1003,7 @@ class Supervisor:
             if command.slices:
                 units = work_units(self.plans, command, result.passes)
                 self.profile.observe(self.members, units, {worker: done.busy_s for worker, done in answers.items()}, now)
+            self.last_done = answers
             self.emulated_s += sum(done.emulated_s for done in answers.values())
             return result
 
@@ -1040,7 +1083,7 @@ _BODIES: dict[Kind, Any] = {
     Kind.CONFIGURED: Configured,
     Kind.READY: Prepared,
     Kind.SWITCHED: Switched,
-    Kind.PROFILE: list[Any],
+    Kind.PROFILE: list[tuple[int, float, float]],
 }
 
 

@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from runtime.torch_tp.liveness import BEAT_EVERY_S, Phase, ProgressPage, Slot
-from runtime.torch_tp.orders import Beat, Configuration, Configured, Failure, Hello, LoadOrder, PrepareOrder, SwitchOrder
+from runtime.torch_tp.orders import Beat, Configuration, Configured, Failure, Hello, LoadOrder, PrepareOrder, ReduceOrder, SwitchOrder
 from runtime.torch_tp.parent_death import die_with_parent, has_parent
 from runtime.torch_tp.protocol import PROTOCOL_VERSION, FrameReader, Kind, Message, encode, receive, unpack
 
@@ -155,7 +155,7 @@ class Worker:
             runner.drop_plan(message.plan_version)
             return None
         if message.kind is Kind.PROFILE:
-            return Kind.PROFILE, runner.profile(message.body)
+            return Kind.PROFILE, runner.profile(unpack(ReduceOrder, message.body))
         raise RuntimeError(f"{message.kind.name} is nothing a worker can do")
 
     def _send(self, message: Message) -> None:

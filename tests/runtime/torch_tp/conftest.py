@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from runtime.torch_tp.checkpoint import CheckpointError, find_model, model_folder
-from runtime.torch_tp.nursery import Nursery
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,23 +37,6 @@ def model_cache(request: pytest.FixtureRequest) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def aidreams(shared: Path) -> Path:
     return shared / "models" / "aidreams260k"
-
-
-@pytest.fixture(scope="session")
-def dreams(aidreams: Path) -> Path:
-    """The small trained checkpoint: 4 layers, 4 query and 4 KV heads, MLP 172, vocabulary 512."""
-    if not aidreams.is_dir():
-        pytest.skip(f"no checkpoint at {aidreams}")
-    return aidreams
-
-
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """Workers that start in a fraction of a second: torch is imported once for the whole run."""
-    nursery = Nursery()
-    nursery.start()
-    yield nursery
-    nursery.close()
 
 
 @pytest.fixture(scope="session")
