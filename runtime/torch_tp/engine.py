@@ -184,6 +184,14 @@ class Engine:
             self._wake.notify()
         return is_known
 
+    def take_out(self, request_id: str) -> GenerationRequest | None:
+        """End a request here with the reason "moved"; returns what to submit elsewhere, None where there is none of that id."""
+        with self._wake:
+            moved = self.batcher.take_out(request_id, time.monotonic())
+            self._deliver(self.batcher.drain_events())
+            self._wake.notify()
+        return moved
+
     def set_plan(self, shares: Sequence[float] | None = None, deadline_s: float = 60.0) -> LayerPlans:
         """Slide to the split by `shares` (one per member, in rank order; None: by measured speeds) while requests run.
 
