@@ -61,6 +61,11 @@ class PagedKv(SlotBook[_Tables]):
     def pages_free(self) -> int:
         return len(self._free)
 
+    @property
+    def pool(self) -> Tensor:
+        """(pages, 2, tokens of a page, head_dim); another tensor once a wider plan has been added."""
+        return self._pool
+
     def add_plan(self, version: int, kv: Sequence[Interval]) -> None:
         super().add_plan(version, kv)
         columns = _columns(self._tokens_max) + self._slots_max  # a slot's last page may be partly empty
@@ -161,8 +166,8 @@ class PagedKv(SlotBook[_Tables]):
             pages=columns,
         )
 
-    def _tables(self, spans: Sequence[Span], columns: int, layer: int) -> Tensor:
-        """(spans, heads, columns): tables side by side. Padding names page 0, which the mask hides."""
+    def joint_tables(self, spans: Sequence[Span], columns: int, layer: int) -> Tensor:
+        """(spans, heads, columns): tables side by side; the same tensor until a slot changes. Padding names page 0, which the mask hides."""
         key = (tuple(span.slot for span in spans), columns, layer)
         if key not in self._joint_tables:
             tables = [self._slots[slot].storage.layers[layer][:, :columns] for slot in key[0]]
@@ -171,7 +176,7 @@ class PagedKv(SlotBook[_Tables]):
 
     def attend(self, layer: int, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         batch = self._batches[tuple(spans)]
-        tables = self._tables(spans, batch.pages, layer)
+        tables = self.joint_tables(spans, batch.pages, layer)
         pages = tables[batch.span_of_row, :, batch.page_of_row]  # (rows, heads)
         self._pool[pages, :, batch.offset_of_row[:, None].expand(pages.shape)] = torch.stack([key, value], dim=2)
         heads, group, dim = query.shape[1:]

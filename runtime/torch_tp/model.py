@@ -16,6 +16,7 @@ from torch import Tensor
 
 from envs.domain.plans import LayerPlans
 from runtime.torch_tp.checkpoint import Checkpoint, float32_copy
+from runtime.torch_tp.graph_step import GraphStep
 from runtime.torch_tp.kv_pages import PagedKv
 from runtime.torch_tp.kv_slots import SlotKv
 from runtime.torch_tp.kv_store import KvStore
@@ -76,7 +77,7 @@ class TpModel:
     """One rank of a tensor-parallel model.
 
     checkpoint, communicator: see `checkpoint.py` and `communicators/interface.py`; `rank` is this rank's place in the plans.
-    kv_tokens_max, slots_max: room of the KV store over all slots.
+    kv_tokens_max, slots_max: room of the KV store over all slots. cuda_graphs: replay recorded decode steps (on GPUs; unverified).
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class TpModel:
         rank: int = 0,
         kv_tokens_max: int = 8192,
         slots_max: int = 64,
+        cuda_graphs: bool = False,
     ) -> None:
         self.rank, self.device, self.dtype = rank, torch.device(device), dtype
         on_cpu = self.device.type == "cpu"
@@ -109,6 +111,9 @@ class TpModel:
         self._row_steps: list[RowStep] = []
         if slots is not None and dtype == torch.float32:
             self._row_steps = [RowStep(self.config, row_weights(self.checkpoint), slots, self._shares) for _ in range(2)]
+        self._graph_steps: list[GraphStep] = []
+        if cuda_graphs and isinstance(self.kv, PagedKv):
+            self._graph_steps = [GraphStep(self.config, self._weights, self.kv, self._shares) for _ in range(2)]
         self._embedding = self.checkpoint.tensor("model.embed_tokens.weight")
 
     # --- plans ------------------------------------------------------------------------------------------------------------
@@ -224,6 +229,8 @@ class TpModel:
         # activations are a hundred times those of others), and there agreement with them is worth more than a few milliseconds
         is_decode = layout.rows == len(slices) <= ROWS_MAX
         steps: Sequence[Step] = self._row_steps if self._row_steps and is_decode else self._torch_steps
+        if self._graph_steps and GraphStep.suits(layout):
+            steps = self._graph_steps
         steps[index].begin(layout, hidden)
         return _Lane(layout, hidden, steps[index])
 
