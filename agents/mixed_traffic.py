@@ -85,13 +85,10 @@ def batch_requests(span_s: float, requests_per_s: float, rng: np.random.Generato
         prompts, answers = measured.prompt_tokens[chosen], measured.output_tokens[chosen]
         source = "batch requests with arXiv summarization lengths"
     else:
-        prompts, answers = (
-            _draw(mixture, len(arrivals), rng) for mixture in (CLASS_FEATURES[BATCH].prompt, OUTPUT_MIXTURES[BATCH])
-        )
+        prompts, answers = (_draw(mixture, len(arrivals), rng) for mixture in (CLASS_FEATURES[BATCH].prompt, OUTPUT_MIXTURES[BATCH]))
         source = "batch requests with fitted lengths"
     rows = [
-        TraceRow(arrival_s, int(prompt), int(answer), BATCH)
-        for arrival_s, prompt, answer in zip(arrivals, prompts, answers, strict=True)
+        TraceRow(arrival_s, int(prompt), int(answer), BATCH) for arrival_s, prompt, answer in zip(arrivals, prompts, answers, strict=True)
     ]
     return table_of_rows(rows, source, synthetic=True)
 

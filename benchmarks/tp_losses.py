@@ -31,7 +31,9 @@ def measure(settings: BenchSettings) -> list[Bar]:
     bars = []
     for name, _, wanted_s in STRIKES:
         print(f"{name} to next token: {spread(gaps_s[name], 3)} s")
-        bars.append(at_most(f"{name} of a rank to next token, s, without re-prefill", statistics.median(gaps_s[name]), wanted_s, settings.rounds))
+        bars.append(
+            at_most(f"{name} of a rank to next token, s, without re-prefill", statistics.median(gaps_s[name]), wanted_s, settings.rounds)
+        )
     return bars
 
 
@@ -39,7 +41,9 @@ def _strike(engine: RecordedEngine, worker: int, what: signal.Signals) -> float:
     """Hurt a rank while requests decode; returns when the rank is back in the group."""
     recorder = engine.recorder
     changes, begun = len(recorder.changes), len(recorder.records)
-    streams = [engine.submit(request) for request in requests_for(prompts_of(BATCH, PROMPT_TOKENS, engine.config.vocabulary), ANSWER_TOKENS)]
+    streams = [
+        engine.submit(request) for request in requests_for(prompts_of(BATCH, PROMPT_TOKENS, engine.config.vocabulary), ANSWER_TOKENS)
+    ]
     for stream in streams:
         for _ in zip(range(12), stream, strict=False):
             pass
@@ -47,7 +51,10 @@ def _strike(engine: RecordedEngine, worker: int, what: signal.Signals) -> float:
     engine.signal_rank(worker, what)
     _until(lambda: len(recorder.changes) > changes, "the group to be rebuilt")
     rebuilt_s = recorder.changes[changes].rebuilt_s
-    _until(lambda: any(record.is_decode and record.result.began_s >= rebuilt_s for record in recorder.records[begun:]), "a decode step after it")
+    _until(
+        lambda: any(record.is_decode and record.result.began_s >= rebuilt_s for record in recorder.records[begun:]),
+        "a decode step after it",
+    )
     after = [record for record in recorder.records[begun:] if record.result.began_s >= rebuilt_s]
     for stream in streams:
         stream.cancel()

@@ -134,7 +134,9 @@ def _measure_pair(settings: BenchSettings, speeds: tuple[float, ...], wanted: fl
         f"{', '.join(f'{share:.3f}' for share in uneven_shares[0])}, exact {', '.join(f'{share:.3f}' for share in model.exact_shares()[0])}; "
         f"machine CPU {load.median:.0%}" + (": VOID, too busy for an emulation" if load.is_void_for_emulation else "")
     )
-    bar = at_least(f"uneven against even split, speeds {name}, share of the ideal speed-up (emulated)", gain / ideal, wanted, settings.rounds)
+    bar = at_least(
+        f"uneven against even split, speeds {name}, share of the ideal speed-up (emulated)", gain / ideal, wanted, settings.rounds
+    )
     return bar if not load.is_void_for_emulation else Bar(f"{bar.name}: VOID", bar.value, bar.wanted, False, bar.n)
 
 

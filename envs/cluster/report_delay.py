@@ -83,9 +83,7 @@ class DelayedReports:
         """Time of the newest report; 0 before the first."""
         return self._kept[-1][0] if self._kept else 0.0
 
-    def apply(
-        self, now_s: float, ints: IntArray, floats: FloatArray, offset: IntArray, r_ints: IntArray, r_floats: FloatArray
-    ) -> float:
+    def apply(self, now_s: float, ints: IntArray, floats: FloatArray, offset: IntArray, r_ints: IntArray, r_floats: FloatArray) -> float:
         """Rewrite the present's arrays, in place, to what is known at `now_s`; returns the age of the report used, in s.
 
         Before any report is old enough the first one is used (a scheduler that has just come up asks everybody once).

@@ -75,9 +75,7 @@ def cheaper(message_bytes: float, domain_sizes: IntArray, *links: float) -> floa
     return min(ring_s, hierarchical_s(message_bytes, domain_sizes, *links))
 
 
-def affine_coefficients(
-    group: TpGroup, scale: float = 1.0, reference_bytes: float = REFERENCE_BYTES, eager: bool = False
-) -> AllReduceCost:
+def affine_coefficients(group: TpGroup, scale: float = 1.0, reference_bytes: float = REFERENCE_BYTES, eager: bool = False) -> AllReduceCost:
     """Coefficients of one all-reduce over all ranks of `group`: flat or hierarchical, the cheaper at `reference_bytes`.
 
     Where ranks of one domain are alike and joined by the very link on which their kernel profile was measured (NVLink of
@@ -118,9 +116,7 @@ def _ring(ranks: int, link: LinkSpec, scale: float) -> tuple[float, float]:
 
 def _slower_link(group: TpGroup) -> LinkSpec:
     inner, outer = group.inner_link, group.outer_link
-    return LinkSpec(
-        f"{inner.name}+{outer.name}", max(inner.alpha_s, outer.alpha_s), max(inner.beta_s_per_byte, outer.beta_s_per_byte)
-    )
+    return LinkSpec(f"{inner.name}+{outer.name}", max(inner.alpha_s, outer.alpha_s), max(inner.beta_s_per_byte, outer.beta_s_per_byte))
 
 
 def _inside(group: TpGroup, domain: tuple[int, ...], scale: float, eager: bool) -> tuple[float, float]:

@@ -20,7 +20,9 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory):
     """Three query heads to a KV head: cuts run through groups."""
-    folder = written(small_model("qwen3", num_hidden_layers=3, head_dim=8, hidden_size=32, intermediate_size=40), tmp_path_factory.mktemp("graphs"))
+    folder = written(
+        small_model("qwen3", num_hidden_layers=3, head_dim=8, hidden_size=32, intermediate_size=40), tmp_path_factory.mktemp("graphs")
+    )
     return open_checkpoint(folder), loaded(folder)
 
 
@@ -91,7 +93,9 @@ def test_new_ranges_are_recorded_anew(grouped):
             model.kv.allocate(slot, version, 40)
             model.forward([Slice(slot, version, ids[:20], 0, wants_logits=False)])
             for position in range(20, 24):
-                got.append((position, model.forward([Slice(slot, version, ids[position : position + 1], position)]), model.share().vocabulary))
+                got.append(
+                    (position, model.forward([Slice(slot, version, ids[position : position + 1], position)]), model.share().vocabulary)
+                )
         model.slide_columns(layer_plans(spec, (1.0, 0.0), mlp_shares=(1.0, 1.0), version=2, mlp_block=8))
         got.append((24, model.forward([Slice(1, 2, ids[24:25], 24)]), model.share().vocabulary))
         return got
