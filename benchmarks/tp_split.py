@@ -131,7 +131,8 @@ def _measure_pair(settings: BenchSettings, speeds: tuple[float, ...], wanted: fl
         f"EMULATED speeds {name} (factors {', '.join(f'{f:g}' for f in factors)}): even {spread(rates['even'], 1)}, uneven "
         f"{spread(rates['uneven'], 1)} tokens/s, {gain:.2f} times; ideal {ideal:.2f} in the calibrated model, {whole:.2f} if a step were "
         f"nothing but work that can be divided ({gain / whole:.0%} of that); first rank's shares "
-        f"{', '.join(f'{share:.3f}' for share in uneven_shares[0])}, exact {', '.join(f'{share:.3f}' for share in model.exact_shares()[0])}; "
+        f"{', '.join(f'{share:.3f}' for share in uneven_shares[0])}, "
+        f"exact {', '.join(f'{share:.3f}' for share in model.exact_shares()[0])}; "
         f"machine CPU {load.median:.0%}" + (": VOID, too busy for an emulation" if load.is_void_for_emulation else "")
     )
     bar = at_least(
@@ -176,9 +177,12 @@ def measure_slides(settings: BenchSettings) -> list[Bar]:
                 stream.cancel()
             changes += found
             pauses.append(found[-1].pause_s / statistics.median(calm))
-            print(f"round {number + 1}: decode pass {1e3 * statistics.median(calm):.1f} ms; " + "; ".join(
+            told = "; ".join(
                 f"change in {1e3 * change.took_s:.0f} ms, paused {1e3 * change.pause_s:.1f} ms, slowest pass beside it "
-                f"{1e3 * change.slowest_pass_s:.1f} ms, KV moved {change.kv_bytes / 1e6:.2f} MB" for change in found), flush=True)  # fmt: skip
+                f"{1e3 * change.slowest_pass_s:.1f} ms, KV moved {change.kv_bytes / 1e6:.2f} MB"
+                for change in found
+            )
+            print(f"round {number + 1}: decode pass {1e3 * statistics.median(calm):.1f} ms; {told}", flush=True)
     weight_bytes = sum(change.weight_bytes for change in changes)
     print(f"pause of a change that moves KV: {spread(pauses)} decode passes; weight bytes moved {weight_bytes}")
     return [
