@@ -22,6 +22,10 @@ def at_least(name: str, value: float, wanted: float, n: int) -> Bar:
     return Bar(name, round(value, 3), wanted, value >= wanted, n)
 
 
+def at_most(name: str, value: float, wanted: float, n: int) -> Bar:
+    return Bar(name, round(value, 3), wanted, value <= wanted, n)
+
+
 def print_bars(bars: Sequence[Bar], **more: object) -> None:
     """Print the JSON line."""
     print(json.dumps({"bars": [asdict(bar) for bar in bars], **more}))

@@ -1,0 +1,100 @@
+"""The thread on which a communicator moves bulk data: of low priority, paced, and one move at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from runtime.torch_tp.communicators.interface import PeerLost
+from runtime.torch_tp.communicators.segments import shorten_naps
+
+MOVES_WAITING_MAX = 64
+LOOK_AROUND_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class BulkSettings:
+    """How much of the machine bulk moves may take: `niceness` of the thread, bytes per second while it moves."""
+
+    niceness: int = 10
+    bytes_per_s: float = 400e6
+
+
+def check_pairs(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], rank: int, size: int) -> None:
+    """Raises: ValueError for a peer outside the group, or this rank itself."""
+    for peer, _ in (*sends, *receives):
+        if not 0 <= peer < size or peer == rank:
+            raise ValueError(
+                f"exchange with peer {peer}: peers of rank {rank} are the other ranks of 0..{size - 1}; copy own data directly"
+            )
+
+
+class BulkThread:
+    """Runs moves in order. The thread starts with the first one and belongs to the ordinary scheduling class whatever the caller's is."""
+
+    def __init__(self, settings: BulkSettings, is_alive: Callable[[], bool]) -> None:
+        self._settings, self._is_alive = settings, is_alive
+        self._work: queue.Queue[tuple[Callable[[], None], Future[None]] | None] = queue.Queue(MOVES_WAITING_MAX)
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def run(self, move: Callable[[], None]) -> None:
+        """Do `move`, which keeps to deadlines itself, and wait for it. Raises: what it raises; PeerLost when closed or fenced."""
+        self.raise_if_closed()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="bulk-moves", daemon=True)
+                self._thread.start()
+        done: Future[None] = Future()
+        try:
+            self._work.put_nowait((move, done))
+        except queue.Full as error:
+            raise RuntimeError(f"{MOVES_WAITING_MAX} bulk moves are waiting already; let some end first") from error
+        while not wait_for_futures([done], LOOK_AROUND_S).done:
+            self.raise_if_closed()  # the thread may be in a call that nothing interrupts
+        done.result()
+
+    def pace(self, length_bytes: int, took_s: float) -> None:
+        """Called by a move after each chunk: sleep off what it was faster than the limit."""
+        rest_s = length_bytes / self._settings.bytes_per_s - took_s
+        if rest_s > 0:
+            time.sleep(rest_s)
+
+    def raise_if_closed(self) -> None:
+        if self._closed or not self._is_alive():
+            raise PeerLost("this communicator was closed or fenced; bulk moves belong to its epoch")
+
+    def close(self) -> None:
+        """Let the move under way end with PeerLost and refuse further ones."""
+        self._closed = True
+        with contextlib.suppress(queue.Full):  # a full queue empties itself: each move in it is refused
+            self._work.put_nowait(None)
+
+    def _loop(self) -> None:
+        self._stand_back()
+        while (item := self._work.get()) is not None:
+            move, done = item
+            try:
+                self.raise_if_closed()
+                move()
+            except BaseException as error:  # handed to the caller, who waits for it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def _stand_back(self) -> None:
+        thread_id = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(thread_id, os.SCHED_BATCH, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + self._settings.niceness)
+        shorten_naps()
