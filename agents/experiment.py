@@ -126,7 +126,8 @@ class Experiment:
         self.command = command
         self.run_dir = run_dir
         self.console = console
-        self.say(f"kernels compiled or read from disk in {compile_kernels():.1f} CPU s")  # once, before worker processes start
+        self.say("compiling kernels: a minute or two on the first run, seconds afterwards")
+        self.say(f"kernels ready after {compile_kernels():.1f} CPU s")  # once, before worker processes start
         self.runner = WorldRunner(processes)
         self.trace = self._load_trace()
         self.best = Best()

@@ -264,7 +264,7 @@ def print_table(results: EvaluationResults, console: Any = None, rng: np.random.
     rows = table_rows(results, generator)
     names = [row.name + (" *" if row.name == results.best_heuristic else "") for row in rows]
     requests = sum(rows[0].counts.values())
-    synthetic = ", SYNTHETIC trace" if results.is_synthetic else ""
+    synthetic = (", SYNTHETIC trace" if results.is_synthetic else "") + (", SHORTENED run" if results.is_shortened else "")
     output.print(
         f"{results.trace_name}: {len(results.world_names)} worlds, {requests:,} requests for each policy{synthetic}",
         markup=False, highlight=False, soft_wrap=True,
@@ -317,6 +317,8 @@ def _page(results: EvaluationResults, rows: Sequence[PolicyRow], compared: Seque
         if results.is_synthetic
         else ""
     )
+    if results.is_shortened:
+        banner += '<p class="banner">Shortened run: fewer decisions, worlds or requests than a result needs.</p>'
     sentences = headline(results, compared) or ["No learned policy was evaluated."]
     body = [
         f"<h1>{title}</h1><p>{len(results.policies)} policies, {len(results.world_names)} worlds, the same worlds for all.</p>",

@@ -47,9 +47,7 @@ class PublishedRun:
 
     def __post_init__(self) -> None:
         if not self.results.command:
-            raise ResultsPageError(
-                f"{self.source}: its results name no command that makes them again; run train.py or agents.evaluate again"
-            )
+            raise ResultsPageError(f"{self.source}: its results name no command that makes them again; say it with --command")
         if "`" in self.results.command or "\n" in self.results.command:
             raise ResultsPageError(f"{self.source}: command {self.results.command!r} holds a backquote or a line end")
 

@@ -89,6 +89,15 @@ def test_synthetic_trace_is_said_at_the_top(tmp_path):
     assert '<p class="banner">Synthetic trace' in page
 
 
+def test_shortened_run_is_said_at_the_top(tmp_path):
+    page = write_report(results(is_shortened=True), tmp_path / "report.html").read_text()
+    assert '<p class="banner">Shortened run' in page and "Synthetic trace" not in page
+    assert "Shortened" not in write_report(results(), tmp_path / "report.html").read_text()
+    output = io.StringIO()
+    print_table(results(is_shortened=True), Console(file=output, width=120))
+    assert "SHORTENED run" in output.getvalue()
+
+
 def test_same_results_give_the_same_page(tmp_path):
     first, second = (write_report(results(), tmp_path / name, np.random.default_rng(1)).read_bytes() for name in ("a", "b"))
     assert first == second

@@ -119,6 +119,17 @@ def test_command_reads_runs_and_evaluation_files(tmp_path, pages, capsys):
     assert (tmp_path / "README.md").read_text().count("azure") == 2
 
 
+def test_a_run_that_recorded_no_command_takes_one_by_hand(tmp_path, pages, capsys):
+    """Results of before: published with --command, refused without; a recorded command is not overruled."""
+    (tmp_path / "results.json").write_text(results().to_json())
+    assert main([str(tmp_path), *pages]) == 2 and "say it with --command" in capsys.readouterr().err
+    assert main([str(tmp_path), "--command", COMMAND, *pages]) == 0
+    assert f"Command: `{COMMAND}`" in (tmp_path / "results.md").read_text()
+    (tmp_path / "results.json").write_text(run().results.to_json())
+    assert main([str(tmp_path), "--command", "other", *pages]) == 2 and "leave --command out" in capsys.readouterr().err
+    assert main([str(tmp_path), str(tmp_path), "--command", "x", *pages]) == 2
+
+
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, pages, capsys):
     good, unfinished = tmp_path / "run", tmp_path / "unfinished"
     good.mkdir()
