@@ -127,8 +127,10 @@ class TpModel:
         """This rank's ranges under a live plan; the newest by default."""
         return self._shares[self._newest if version is None else version]
 
-    def use_plan(self, plan: LayerPlans) -> None:
+    def use_plan(self, plan: LayerPlans, *, has_buddies: bool = False) -> None:
         """Add a live plan. MLP and vocabulary follow it from the next step on, attention for slots allocated under it.
+
+        has_buddies: slots under it also keep the KV of a neighbour's heads, which `take_over` can use when that one is lost.
 
         Raises: ValueError when two plans are live already, or the plan does not fit the model.
         """
@@ -136,11 +138,25 @@ class TpModel:
             raise ValueError(f"plan version {plan.version} is live already; give a new version")
         if len(self._shares) >= LIVE_PLANS_MAX:
             raise ValueError(f"plans {list(self._shares)} are live; drop one before using version {plan.version}")
-        share = share_of(plan, self.config, self.rank)
+        share = share_of(plan, self.config, self.rank, has_buddies=has_buddies)
         self._weights.prepare(share)
         self.kv.add_plan(plan.version, share.kv)
         self._shares[plan.version] = share
         self._newest = plan.version
+
+    def take_over(self, plan: LayerPlans) -> None:
+        """Replace the live plan of this version by one over other ranks, of which this is `self.rank`; slots keep all that they hold.
+
+        Raises: ValueError when its heads need KV that slots of the old one do not keep.
+        """
+        share, old = share_of(plan, self.config, self.rank), self._shares[plan.version]
+        for layer, (needed, kept) in enumerate(zip(share.kv, old.kv, strict=True)):
+            if not kept.covers(needed):
+                raise ValueError(f"layer {layer}: heads need KV [{needed.start}, {needed.end}), slots keep [{kept.start}, {kept.end})")
+        share = RankShare(share.query, old.kv, share.mlp, share.vocabulary)
+        self._weights.prepare(share)
+        self._shares[plan.version] = share
+        self._weights.keep_only(self._shares.values())
 
     def ready_plan(self, plan: LayerPlans) -> None:
         """Fetch what `use_plan` of this plan will need, so that it costs no time then; steps may go on meanwhile, in another thread."""
@@ -151,11 +167,12 @@ class TpModel:
 
         Raises: ValueError when it has another version or other heads, which slots would have to move for.
         """
-        share = share_of(plan, self.config, self.rank)
-        if plan.version != self._newest or share.query != self._shares[self._newest].query:
+        share, newest = share_of(plan, self.config, self.rank), self._shares[self._newest]
+        if plan.version != self._newest or share.query != newest.query:
             raise ValueError(
                 f"plan version {plan.version} differs in version or heads from the newest, {self._newest}; use_plan it instead"
             )
+        share = RankShare(share.query, newest.kv, share.mlp, share.vocabulary)
         self._weights.prepare(share)
         self._shares[plan.version] = share
         self._weights.keep_only(self._shares.values())

@@ -276,6 +276,8 @@ def attention_part(
         block = _slot_block(addresses[t], kv_heads, rooms[t], dim)
         for h in range(kv_heads):
             first, last = max((k0 + h) * group, q0), min((k0 + h + 1) * group, q1)
+            if last <= first:  # kept for a neighbour: stored above, read by none of this rank's queries
+                continue
             for g in range(last - first):
                 _copy(queries[t, (first - q0 + g) * dim : (first - q0 + g + 1) * dim], group_queries[g])
             # rows of group_queries beyond last - first are stale but finite; what they give is not read

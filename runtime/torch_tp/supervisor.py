@@ -34,7 +34,7 @@ from envs.domain.specs import ModelSpec
 from runtime.torch_tp.communicators.segment_names import segment_name
 from runtime.torch_tp.emulation import SlowDown
 from runtime.torch_tp.liveness import Phase, ProgressPage, Reading, Slot, Watch, is_suspect, laggards, process_state
-from runtime.torch_tp.nursery import ForkedWorker, Nursery, worker_environment
+from runtime.torch_tp.nursery import ForkedWorker, Nursery, NurseryGone, worker_environment
 from runtime.torch_tp.orders import (
     Beat,
     Configuration,
@@ -62,7 +62,7 @@ from runtime.torch_tp.protocol import (
     unpack,
 )
 from runtime.torch_tp.rendezvous import RendezvousProcess
-from runtime.torch_tp.resplit import over_members
+from runtime.torch_tp.resplit import over_members, taken_over
 from runtime.torch_tp.slot_records import SlotRecords
 from runtime.torch_tp.steps import RankTimings, StepCommand, StepResult, tokens_from_wire
 from runtime.torch_tp.worker import TOKEN_VARIABLE
@@ -149,7 +149,10 @@ class RankSettings:
 
 @dataclass(frozen=True, slots=True)
 class SupervisorSettings:
-    """listen_host: None serves local workers only; else remote ones may join there (port 0: chosen by the system).
+    """communicator, between, wire: see `build_communicator`. buddy_kv: every rank's KV is also kept by a neighbour, so that the loss of
+    one costs no second prefill: about twice the KV memory, and the neighbour's key and value projections in every step.
+
+    listen_host: None serves local workers only; else remote ones may join there (port 0: chosen by the system).
 
     collective_deadline_s bounds one collective, step_deadline_s a whole step; both only backstops, since the watch is faster.
     """
@@ -158,6 +161,9 @@ class SupervisorSettings:
     slots_max: int = 32
     dtype: str = "float32"
     communicator: str = "auto"
+    between: str = "tcp"
+    wire: str = "float32"
+    buddy_kv: bool = False
     start_deadline_s: float = 180.0
     collective_deadline_s: float = 30.0
     step_deadline_s: float = 300.0
@@ -208,6 +214,7 @@ class _Round:
     finish: Callable[[dict[int, Any]], Any]
     deadline_s: float
     answers: dict[int, Any] = field(default_factory=dict)
+    command: StepCommand | None = None
 
 
 class Supervisor:
@@ -250,6 +257,8 @@ class Supervisor:
         self._joining: tuple[int, ...] = ()
         self._needs_regroup = False
         self._keeps_kv = False
+        self._buddied: set[int] = set()
+        self._is_whole = False
         self._blame_at_s = float("inf")
         self._failure_detail = ""
         self._rebuilds_in_a_row = 0
@@ -284,12 +293,17 @@ class Supervisor:
 
         Raises: GroupGone when none came up, with what the last one said.
         """
-        self.listen()
-        # the loop's thread starts the children, since the kernel kills them when the thread that started them ends
-        self._posted.append(self._spawn_all)
-        self._thread.start()
         try:
+            self.listen()
+            if self._nursery is not None:
+                self._nursery.await_ready()
+            # the loop's thread starts the children, since the kernel kills them when the thread that started them ends
+            self._posted.append(self._spawn_all)
+            self._thread.start()
             return self._started.result(self.settings.start_deadline_s + self.settings.configure_deadline_s)
+        except (NurseryGone, TimeoutError) as error:
+            self.close()
+            raise GroupGone(f"the workers did not come up: {error or 'their start took too long'}") from error
         except BaseException:
             self.close()
             raise
@@ -412,6 +426,8 @@ class Supervisor:
         def finish(answers: dict[int, Switched]) -> Switched:
             if order.uses_plan and plan is not None:
                 self.plans = (*self.plans, plan)
+                if self.settings.buddy_kv:
+                    self._buddied.add(plan.version)
             if order.columns is not None:
                 self.plans = (*self.plans[:-1], order.columns)
             moved = answers[min(answers)].moves
@@ -785,7 +801,7 @@ class Supervisor:
     # --- epochs -------------------------------------------------------------------------------------------------------------
 
     def _regroup(self, plans: tuple[LayerPlans, ...] | None = None) -> None:
-        """Next epoch: fresh groups over the members that are left and those that join."""
+        """Next epoch: fresh groups over the members that are left and those that join; plans: the old ones, where KV is kept."""
         address = self._store_address()
         if address is None:
             self._store_deadline_s = min(self._store_deadline_s, self._now_s() + self.settings.start_deadline_s)
@@ -799,21 +815,43 @@ class Supervisor:
             reasons = "; ".join(f"worker {lost.worker}: {lost.detail}" for lost in self._lost[-len(self._links) :])
             self._give_up(f"no rank is left ({reasons})")
             return
+        takes_over = False
+        if plans is None:
+            plans = self._plans_taken_over(links)
+            takes_over = self._keeps_kv = plans is not None
         self.epoch += 1
         self._page.epoch_min = max(self._page.epoch_min, self.epoch)
-        members = tuple(link.worker for link in links)
-        self.plans = plans or self._plans_for(links)
-        self.members = members
-        if not self._keeps_kv:
+        if plans is None:
+            plans = self._plans_for(links)
             self._records.clear()
+            self._buddied = {plan.version for plan in plans} if self.settings.buddy_kv else set()
+        elif takes_over:
+            self._buddied = set()  # who was lost kept somebody's KV as well
+        self.plans = plans
+        self.members = tuple(link.worker for link in links)
+        self._is_whole = False
         for link in links:
             link.standing = _Standing.MEMBER
-        configuration = self._configuration(links, address)
-        order = _Round(Kind.CONFIGURED, set(members), Future(), self._on_configured, self._now_s() + self.settings.configure_deadline_s)
-        self._rounds[Kind.CONFIGURED] = order
+        configuration = self._configuration(links, address, takes_over)
+        deadline_s = self._now_s() + self.settings.configure_deadline_s
+        self._rounds[Kind.CONFIGURED] = _Round(Kind.CONFIGURED, set(self.members), Future(), self._on_configured, deadline_s)
         for link in links:
             link.watch.step_begins(self._now_s())
             self._send(link, Message(Kind.CONFIGURE, self.epoch, self.plan.version, body=configuration))
+
+    def _plans_taken_over(self, links: Sequence[_Link]) -> tuple[LayerPlans, ...] | None:
+        """The live plans with the lost members' heads at their buddies; None where the KV is not all there."""
+        is_kept = self._is_whole and not self._joining and {plan.version for plan in self.plans} <= self._buddied
+        if not is_kept or Kind.SWITCHED in self._rounds or self._failure_detail:
+            return None
+        survivors = [link.worker for link in links]
+        assert self.model_spec is not None
+        fresh = layer_plans(self.model_spec, version=self.plan.version, **balanced_cuts(self.profile.speeds(survivors)))
+        try:
+            return tuple(taken_over(plan, self.members, survivors, fresh) for plan in self.plans)
+        except ValueError as error:
+            logger.warning("KV is gone reason=%s", error)
+            return None
 
     def _plans_for(self, links: Sequence[_Link]) -> tuple[LayerPlans, ...]:
         assert self.model_spec is not None
@@ -821,7 +859,7 @@ class Supervisor:
         cuts = balanced_cuts(self.profile.speeds([link.worker for link in links]))
         return (layer_plans(self.model_spec, version=self._version, **cuts),)
 
-    def _configuration(self, links: Sequence[_Link], store: tuple[str, int]) -> Configuration:
+    def _configuration(self, links: Sequence[_Link], store: tuple[str, int], takes_over: bool) -> Configuration:
         by_node: dict[str, list[int]] = {}
         for link in links:
             by_node.setdefault(link.node, []).append(link.worker)
@@ -829,7 +867,8 @@ class Supervisor:
         domains = tuple(tuple(workers) for workers in by_node.values())
         return Configuration(
             self.members, domains, settings.communicator, *store, self._segment_names(domains), settings.collective_deadline_s,
-            self.plans, self._keeps_kv, self._joining, self._records.all() if self._joining else (),
+            self.plans, self._keeps_kv, settings.between, settings.wire, settings.buddy_kv, tuple(self._buddied), takes_over,
+            self._joining, self._records.all() if self._joining or takes_over else (),
         )  # fmt: skip
 
     @property
@@ -874,6 +913,7 @@ class Supervisor:
             self.epoch, self.members, self.plan.version, max(answer.seconds for answer in answers.values()),
         )  # fmt: skip
         is_first = not self.changes
+        self._is_whole = True
         with self._changed:
             self.changes.append(change)
             self._changed.notify_all()
@@ -882,7 +922,9 @@ class Supervisor:
         self._failure_detail = ""
         if is_first:
             self._started.set_result(change)
-        elif not change.keeps_kv:
+        elif change.keeps_kv:
+            self._repeat_step()
+        else:
             error = GroupRebuilt(change, detail or "the group was rebuilt")
             told = [self._rounds.pop(kind) for kind in (Kind.DONE, Kind.SWITCHED) if kind in self._rounds]
             for order in told:
@@ -986,29 +1028,41 @@ class Supervisor:
     def _begin_step(self, command: StepCommand, future: Future[StepResult]) -> None:
         self._raise_unreported()
         began_s = self._now_s()
-        if self._needs_regroup or Kind.CONFIGURED in self._rounds:  # the rebuild under way ends this step as well
-            self._rounds[Kind.DONE] = _Round(Kind.DONE, set(), future, lambda _: None, began_s + self.settings.step_deadline_s)
-            return
+        deadline_s = began_s + self.settings.step_deadline_s
+        order = _Round(Kind.DONE, set(), future, lambda answers: self._finish_step(command, began_s, answers), deadline_s, command=command)
+        if self._needs_regroup or Kind.CONFIGURED in self._rounds:  # the rebuild under way ends this step, or begins it
+            self._rounds[Kind.DONE] = order
+        else:
+            self._send_step(order)
 
-        def finish(answers: dict[int, StepDone]) -> StepResult:
-            self._rebuilds_in_a_row = 0
-            timings = tuple(
-                RankTimings(worker, done.compute_s, done.memory_stall_s, done.communication_s, done.host_s)
-                for worker, done in sorted(answers.items())
-            )
-            now = self._now_s()
-            result = StepResult(command.step, tokens_from_wire(answers[min(answers)].tokens), timings, began_s, now)
-            self._records.apply(command, result)
-            self._forecast.observe(command, result.passes, now - began_s)
-            if command.slices:
-                units = work_units(self.plans, command, result.passes)
-                self.profile.observe(self.members, units, {worker: done.busy_s for worker, done in answers.items()}, now)
-            self.last_done = answers
-            self.emulated_s += sum(done.emulated_s for done in answers.values())
-            return result
+    def _send_step(self, order: _Round) -> None:
+        assert order.command is not None
+        self._predicted_step_s = self._forecast.predict(order.command)
+        self._order(Kind.STEP, order.command.to_wire(), order.future, order.finish, self.settings.step_deadline_s, order.command.step)
+        self._rounds[Kind.DONE].command = order.command
 
-        self._predicted_step_s = self._forecast.predict(command)
-        self._order(Kind.STEP, command.to_wire(), future, finish, self.settings.step_deadline_s, command.step)
+    def _repeat_step(self) -> None:
+        """The step that a loss cut short, once more: ranks start from where the last whole one left them, so it gives the same tokens."""
+        order = self._rounds.pop(Kind.DONE, None)
+        if order is not None:
+            self._send_step(order)
+
+    def _finish_step(self, command: StepCommand, began_s: float, answers: dict[int, StepDone]) -> StepResult:
+        self._rebuilds_in_a_row = 0
+        timings = tuple(
+            RankTimings(worker, done.compute_s, done.memory_stall_s, done.communication_s, done.host_s)
+            for worker, done in sorted(answers.items())
+        )
+        now = self._now_s()
+        result = StepResult(command.step, tokens_from_wire(answers[min(answers)].tokens), timings, began_s, now)
+        self._records.apply(command, result)
+        self._forecast.observe(command, result.passes, now - began_s)
+        if command.slices:
+            units = work_units(self.plans, command, result.passes)
+            self.profile.observe(self.members, units, {worker: done.busy_s for worker, done in answers.items()}, now)
+        self.last_done = answers
+        self.emulated_s += sum(done.emulated_s for done in answers.values())
+        return result
 
     def _raise_unreported(self) -> None:
         if self._unreported is not None:

@@ -46,7 +46,7 @@ class TorchWeights:
         self._is_mapped = device.type == "cpu" and checkpoint.is_float32 and dtype == torch.float32
         self.loaded_bytes = 0
         self._resident: dict[str, tuple[Interval, Tensor]] = {}
-        self._attention: dict[tuple[int, Interval], AttentionMatrices] = {}
+        self._attention: dict[tuple[int, Interval, Interval], AttentionMatrices] = {}
         self._mlp: dict[tuple[int, Interval], MlpMatrices] = {}
         prefixes = [f"model.layers.{layer}." for layer in range(self._config.layers)]
         self.input_norms = [self.whole(prefix + "input_layernorm.weight") for prefix in prefixes]
@@ -68,7 +68,7 @@ class TorchWeights:
     def keep_only(self, shares: Iterable[RankShare]) -> None:
         """Forget ranges that no live plan uses. What is resident on a device stays, for a slide back, until `shrink`."""
         shares = list(shares)
-        attention = {(layer, heads) for share in shares for layer, heads in enumerate(share.query)}
+        attention = {(layer, heads, share.kv[layer]) for share in shares for layer, heads in enumerate(share.query)}
         mlp = {(layer, columns) for share in shares for layer, columns in enumerate(share.mlp)}
         self._attention = {key: value for key, value in self._attention.items() if key in attention}
         self._mlp = {key: value for key, value in self._mlp.items() if key in mlp}
@@ -90,9 +90,9 @@ class TorchWeights:
 
     def attention(self, layer: int, share: RankShare) -> AttentionMatrices:
         heads, kv = share.query[layer], share.kv[layer]
-        found = self._attention.get((layer, heads))
+        found = self._attention.get((layer, heads, kv))
         if found is None:
-            found = self._attention[layer, heads] = self._make_attention(layer, heads, kv)
+            found = self._attention[layer, heads, kv] = self._make_attention(layer, heads, kv)
         return found
 
     def mlp(self, layer: int, columns: Interval) -> MlpMatrices:
