@@ -94,6 +94,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.settings = settings
         self.changes: deque[GroupChange] = deque(maxlen=CHANGES_KEPT)
+        self._to_revive: deque[int] = deque()
         self._make_supervisor = make_supervisor
         self._rebuilds = -1  # the first group is none
         self._restarts_in_a_row = 0
@@ -122,7 +123,6 @@ class Engine:
         self._shares: dict[int, float] | None = None  # by worker, where the caller chose
         self._price = MovePrice()
         self._corrected_s = time.monotonic()
-        self._to_revive: list[int] = []
         self._is_closing = False
         self._gone: str | None = None
         self._totals: dict[int, RankTimings] = {}
@@ -334,9 +334,11 @@ class Engine:
                 self._streams.pop(event.request_id).push(event)
 
     def _note_change(self, change: GroupChange) -> None:
-        """From the supervisor's thread."""
+        """From the supervisor's thread: a new epoch, also one that a step lived through (buddies)."""
         self.changes.append(change)
         self._rebuilds += 1
+        if self.settings.revives:
+            self._to_revive.extend(lost.worker for lost in change.lost)
 
     def _begin_again(self, change: GroupChange, detail: str, began_s: float) -> None:
         """The group was rebuilt and holds nothing: every running request is computed again from its ids."""
@@ -346,8 +348,6 @@ class Engine:
         if self._slide is not None:
             self._slide.abandon(detail)
             self._end_slide()
-        if self.settings.revives:
-            self._to_revive += [lost.worker for lost in change.lost]
         logger.info(
             "begun again epoch=%d members=%s plan_version=%d lost=%s", change.epoch, change.members, change.plan.version,
             [lost.worker for lost in change.lost],
@@ -403,8 +403,10 @@ class Engine:
 
     def _tend_group(self) -> None:
         """Ranks that come back, plans that change. Raises: GroupRebuilt when a rank was lost in it."""
+        with self._lock:
+            self.batcher.use_plan(self.supervisor.plan.version)  # another one where a step lived through the loss of a rank
         while self._to_revive:
-            worker = self._to_revive.pop()
+            worker = self._to_revive.popleft()
             try:
                 self.supervisor.respawn(worker)
             except ValueError as error:  # remote, or back already
