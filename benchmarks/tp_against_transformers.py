@@ -81,4 +81,3 @@ def _bars(ours: dict[int, list[float]], theirs: dict[tuple[int, int], list[float
     print(f"prefill of {PREFILL_TOKENS}: {spread(ours[0], 3)} s against {spread(fastest, 3)}")
     ratio = statistics.median(fastest) / statistics.median(ours[0])
     return [*bars, at_least("prefill of 512 tokens against transformers, 2 ranks", ratio, PREFILL_WANTED, len(ours[0]))]
-
