@@ -206,7 +206,8 @@ MADE_LATER = {"replay_logs/cache/"}
 def test_every_path_exists(page):
     """Paths in backticks; a bare file name stands for one that exists in a folder named on the same page."""
     text = (PROJECT / page).read_text(encoding="utf-8")
-    known = {path.name for folder in ("agents", "docs", "envs", "runtime", "tests", "calibration") for path in (PROJECT / folder).rglob("*.*")}
+    folders = ("agents", "docs", "envs", "runtime", "tests", "calibration")
+    known = {path.name for folder in folders for path in (PROJECT / folder).rglob("*.*")}
     missing = [
         path for path in PATH.findall(text) if path not in MADE_LATER and not (PROJECT / path).exists() and Path(path).name not in known
     ]
