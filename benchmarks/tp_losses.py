@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import statistics
 import time
+from collections.abc import Callable
 
 from benchmarks.conditions import spread
 from benchmarks.prompts import prompts_of
@@ -31,9 +32,8 @@ def measure(settings: BenchSettings) -> list[Bar]:
     bars = []
     for name, _, wanted_s in STRIKES:
         print(f"{name} to next token: {spread(gaps_s[name], 3)} s")
-        bars.append(
-            at_most(f"{name} of a rank to next token, s, without re-prefill", statistics.median(gaps_s[name]), wanted_s, settings.rounds)
-        )
+        median_s = statistics.median(gaps_s[name])
+        bars.append(at_most(f"{name} of a rank to next token, s, without re-prefill", median_s, wanted_s, settings.rounds))
     return bars
 
 
@@ -41,9 +41,8 @@ def _strike(engine: RecordedEngine, worker: int, what: signal.Signals) -> float:
     """Hurt a rank while requests decode; returns when the rank is back in the group."""
     recorder = engine.recorder
     changes, begun = len(recorder.changes), len(recorder.records)
-    streams = [
-        engine.submit(request) for request in requests_for(prompts_of(BATCH, PROMPT_TOKENS, engine.config.vocabulary), ANSWER_TOKENS)
-    ]
+    prompts = prompts_of(BATCH, PROMPT_TOKENS, engine.config.vocabulary)
+    streams = [engine.submit(request) for request in requests_for(prompts, ANSWER_TOKENS)]
     for stream in streams:
         for _ in zip(range(12), stream, strict=False):
             pass
@@ -51,11 +50,12 @@ def _strike(engine: RecordedEngine, worker: int, what: signal.Signals) -> float:
     engine.signal_rank(worker, what)
     _until(lambda: len(recorder.changes) > changes, "the group to be rebuilt")
     rebuilt_s = recorder.changes[changes].rebuilt_s
-    _until(
-        lambda: any(record.is_decode and record.result.began_s >= rebuilt_s for record in recorder.records[begun:]),
-        "a decode step after it",
-    )
-    after = [record for record in recorder.records[begun:] if record.result.began_s >= rebuilt_s]
+
+    def since() -> list[StepRecord]:
+        return [record for record in recorder.records[begun:] if record.result.began_s >= rebuilt_s]
+
+    _until(lambda: any(record.is_decode for record in since()), "a decode step after it")
+    after = since()
     for stream in streams:
         stream.cancel()
     _until(lambda: len(recorder.members) == RANKS and not engine.load().running, "the rank to be back")
@@ -71,8 +71,7 @@ def _gap_s(after: list[StepRecord], struck_s: float) -> float:
     return after[first_token].result.ended_s - struck_s - recomputing_s + decode_s
 
 
-def _until(condition: object, what: str) -> None:
-    assert callable(condition)
+def _until(condition: Callable[[], bool], what: str) -> None:
     deadline_s = time.monotonic() + BACK_DEADLINE_S
     while not condition():
         if time.monotonic() > deadline_s:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,18 +127,20 @@ def _measure_pair(settings: BenchSettings, speeds: tuple[float, ...], wanted: fl
     gain = statistics.median(b / a for a, b in zip(rates["even"], rates["uneven"], strict=True))
     ideal = model.ideal_gain(even[0])
     whole = sum(speeds) / (2 * min(speeds))
+    is_void = load.is_void_for_emulation
     print(
-        f"EMULATED speeds {name} (factors {', '.join(f'{f:g}' for f in factors)}): even {spread(rates['even'], 1)}, uneven "
-        f"{spread(rates['uneven'], 1)} tokens/s, {gain:.2f} times; ideal {ideal:.2f} in the calibrated model, {whole:.2f} if a step were "
-        f"nothing but work that can be divided ({gain / whole:.0%} of that); first rank's shares "
-        f"{', '.join(f'{share:.3f}' for share in uneven_shares[0])}, "
-        f"exact {', '.join(f'{share:.3f}' for share in model.exact_shares()[0])}; "
-        f"machine CPU {load.median:.0%}" + (": VOID, too busy for an emulation" if load.is_void_for_emulation else "")
+        f"EMULATED speeds {name} (factors {_listed(factors)}): even {spread(rates['even'], 1)}, uneven {spread(rates['uneven'], 1)} "
+        f"tokens/s, {gain:.2f} times; ideal {ideal:.2f} in the calibrated model, {whole:.2f} if a step were nothing but work that can be "
+        f"divided ({gain / whole:.0%} of that); first rank's shares {_listed(uneven_shares[0])}, exact {_listed(model.exact_shares()[0])}; "
+        f"machine CPU {load.median:.0%}{': VOID, too busy for an emulation' if is_void else ''}",
+        flush=True,
     )
-    bar = at_least(
-        f"uneven against even split, speeds {name}, share of the ideal speed-up (emulated)", gain / ideal, wanted, settings.rounds
-    )
-    return bar if not load.is_void_for_emulation else Bar(f"{bar.name}: VOID", bar.value, bar.wanted, False, bar.n)
+    bar = at_least(f"uneven / even split, emulated speeds {name}, share of the ideal gain", gain / ideal, wanted, settings.rounds)
+    return Bar(f"{bar.name}: VOID", bar.value, bar.wanted, False, bar.n) if is_void else bar
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return ", ".join(f"{number:.3g}" for number in numbers)
 
 
 # --- changing the split -----------------------------------------------------------------------------------------------------
@@ -157,6 +159,11 @@ class PlanChange:
     slowest_pass_s: float
     kv_bytes: int
     weight_bytes: int
+
+    def __str__(self) -> str:
+        times = (self.took_s, self.pause_s, self.slowest_pass_s)
+        took, pause, slowest = (f"{1e3 * seconds:.1f} ms" for seconds in times)
+        return f"change in {took}, paused {pause}, slowest pass beside it {slowest}, KV moved {self.kv_bytes / 1e6:.2f} MB"
 
 
 def measure_slides(settings: BenchSettings) -> list[Bar]:
@@ -177,12 +184,7 @@ def measure_slides(settings: BenchSettings) -> list[Bar]:
                 stream.cancel()
             changes += found
             pauses.append(found[-1].pause_s / statistics.median(calm))
-            told = "; ".join(
-                f"change in {1e3 * change.took_s:.0f} ms, paused {1e3 * change.pause_s:.1f} ms, slowest pass beside it "
-                f"{1e3 * change.slowest_pass_s:.1f} ms, KV moved {change.kv_bytes / 1e6:.2f} MB"
-                for change in found
-            )
-            print(f"round {number + 1}: decode pass {1e3 * statistics.median(calm):.1f} ms; {told}", flush=True)
+            print(f"round {number + 1}: decode pass {1e3 * statistics.median(calm):.1f} ms; {'; '.join(map(str, found))}", flush=True)
     weight_bytes = sum(change.weight_bytes for change in changes)
     print(f"pause of a change that moves KV: {spread(pauses)} decode passes; weight bytes moved {weight_bytes}")
     return [

@@ -46,11 +46,8 @@ class TransformersPeer:
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, threads: int) -> Generated:
         """Prompts of one length. Raises: RuntimeError when the child has ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(
-            json.dumps({"prompts": [list(ids) for ids in prompts], "tokens": tokens, "threads": threads}),
-            file=self._process.stdin,
-            flush=True,
-        )
+        asked = {"prompts": [list(ids) for ids in prompts], "tokens": tokens, "threads": threads}
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"transformers' process ended with exit code {self._process.wait()}; its error is above")

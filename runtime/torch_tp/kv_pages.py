@@ -167,7 +167,7 @@ class PagedKv(SlotBook[_Tables]):
         )
 
     def joint_tables(self, spans: Sequence[Span], columns: int, layer: int) -> Tensor:
-        """(spans, heads, columns): tables side by side; the same tensor until a slot changes. Padding is page 0, which the mask hides."""
+        """(spans, heads, columns): tables side by side, the same tensor until a slot changes. Padding is page 0, which the mask hides."""
         key = (tuple(span.slot for span in spans), columns, layer)
         if key not in self._joint_tables:
             tables = [self._slots[slot].storage.layers[layer][:, :columns] for slot in key[0]]

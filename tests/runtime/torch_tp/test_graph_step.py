@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_ranks import run_ranks
-from small_models import loaded, oracle_logits, random_ids, small_model, written
+from small_models import oracle_logits, random_ids, small_model, written
 
 from envs.decision.layer_cuts import layer_plans
 from runtime.torch_tp.checkpoint import open_checkpoint
@@ -20,10 +20,8 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory):
     """Three query heads to a KV head: cuts run through groups."""
-    folder = written(
-        small_model("qwen3", num_hidden_layers=3, head_dim=8, hidden_size=32, intermediate_size=40), tmp_path_factory.mktemp("graphs")
-    )
-    return open_checkpoint(folder), loaded(folder)
+    model = small_model("qwen3", num_hidden_layers=3, head_dim=8, hidden_size=32, intermediate_size=40)
+    return open_checkpoint(written(model, tmp_path_factory.mktemp("graphs"))), model
 
 
 def paged(model: TpModel, counted: list[int]) -> TpModel:
@@ -66,15 +64,15 @@ def test_decode_across_pages_and_batches(grouped, shares):
             for slot, row in zip(slots, logits, strict=True):
                 rows.append((slot, held[slot], row.clone()))
                 held[slot] += 1
-        return rows, model.share().vocabulary, sum(counted)
+        return rows, sum(counted)
 
     results = run_ranks(len(shares), work)
     for number, (slot, position, _) in enumerate(results[0][0]):
-        got = torch.cat([rows[number][2] for rows, _, _ in results])
+        got = torch.cat([rows[number][2] for rows, _ in results])
         torch.testing.assert_close(got, wanted[slot][position], atol=TOLERANCE, rtol=0)
     # three shapes at most (rows 4 and 2, pages 2 to 4), each recorded once per half layer
     layers = checkpoint.config.layers
-    assert all(count % (2 * layers) == 0 and 1 <= count // (2 * layers) <= 3 for _, _, count in results)
+    assert all(count % (2 * layers) == 0 and 1 <= count // (2 * layers) <= 3 for _, count in results)
 
 
 def test_new_ranges_are_recorded_anew(grouped):
@@ -93,15 +91,13 @@ def test_new_ranges_are_recorded_anew(grouped):
             model.kv.allocate(slot, version, 40)
             model.forward([Slice(slot, version, ids[:20], 0, wants_logits=False)])
             for position in range(20, 24):
-                got.append(
-                    (position, model.forward([Slice(slot, version, ids[position : position + 1], position)]), model.share().vocabulary)
-                )
+                got.append((position, model.forward([Slice(slot, version, ids[position : position + 1], position)])))
         model.slide_columns(layer_plans(spec, (1.0, 0.0), mlp_shares=(1.0, 1.0), version=2, mlp_block=8))
-        got.append((24, model.forward([Slice(1, 2, ids[24:25], 24)]), model.share().vocabulary))
+        got.append((24, model.forward([Slice(1, 2, ids[24:25], 24)])))
         return got
 
     first, second = run_ranks(2, work)
-    for (position, left, _), (_, right, _) in zip(first, second, strict=True):
+    for (position, left), (_, right) in zip(first, second, strict=True):
         torch.testing.assert_close(torch.cat([left[0], right[0]]), wanted[position], atol=TOLERANCE, rtol=0)
 
 
