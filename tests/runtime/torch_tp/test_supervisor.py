@@ -287,7 +287,7 @@ def test_with_buddies_slots_move_and_are_still_kept(dreams, nursery, undisturbed
 
     with Supervisor(dreams, [RankSettings()] * 3, settings, nursery=nursery) as supervisor:
         supervisor.start()
-        run = generate(supervisor, before_step, decode_steps_max=4)
+        run = generate(supervisor, before_step, decode_steps_max=1)
         assert run.tokens == undisturbed[0].tokens
         assert supervisor.members == (0, 2) and supervisor.changes[-1].keeps_kv
         assert not run.rebuilt and len(run.moved) == 4
