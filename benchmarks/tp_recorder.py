@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from runtime.torch_tp.nursery import Nursery
 from runtime.torch_tp.orders import Prepared, PrepareOrder, Switched, SwitchOrder
 from runtime.torch_tp.requests import GenerationRequest
 from runtime.torch_tp.steps import StepCommand, StepResult
-from runtime.torch_tp.supervisor import RankSettings, Supervisor, SupervisorSettings
+from runtime.torch_tp.supervisor import GroupChange, RankSettings, Supervisor, SupervisorSettings
 
 ANSWER_DEADLINE_S = 300.0
 _request_numbers = itertools.count()
@@ -92,16 +92,21 @@ class RecordedEngine(Engine):
         folder = model_folder(model)
         nursery = Nursery()
         nursery.start()
-        recorder = RecordingSupervisor(folder, ranks, SupervisorSettings(kv_tokens_max, slots_max), nursery=nursery)
-        recorder.keep_records()
+        limits = SupervisorSettings(kv_tokens_max, slots_max)
+
+        def make_supervisor(note: Callable[[GroupChange], None]) -> Supervisor:
+            made = RecordingSupervisor(folder, ranks, limits, nursery=nursery, on_change=note)
+            made.keep_records()
+            return made
+
+        settings = EngineSettings(kv_tokens_max=kv_tokens_max, slots_max=slots_max, with_text=False)
         try:
-            recorder.start()
+            engine = cls(make_supervisor, read_config(folder), None, settings, nursery)
         except BaseException:
             nursery.close()
             raise
-        settings = EngineSettings(kv_tokens_max=kv_tokens_max, slots_max=slots_max, with_text=False)
-        engine = cls(recorder, read_config(folder), None, settings, nursery)
-        engine.recorder = recorder
+        assert isinstance(engine.supervisor, RecordingSupervisor)
+        engine.recorder = engine.supervisor
         return engine
 
     def answer_all(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[Answer], list[StepRecord]]:
