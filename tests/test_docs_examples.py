@@ -20,7 +20,7 @@ from agents.experiment_config import load_experiment
 from envs.scenario.cluster_file import load_cluster
 
 PROJECT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "docs/extending.md", "docs/experiments.md", "docs/simulator.md"]
+PAGES = ["README.md", "docs/extending.md", "docs/experiments.md", "docs/simulator.md", "docs/tp_engine.md"]
 PYTHON_PAGES = ["docs/extending.md", "docs/experiments.md", "docs/simulator.md"]
 CHEAP = ("envs.scenario", "envs.traces inspect")
 """Beginnings of commands that are run outright."""
@@ -177,6 +177,15 @@ def check_module(module: str, words: list[str], workplace: Path) -> None:
         assert found.returncode == 0, found.stderr
     elif module == "agents.evaluate":
         check_evaluate(words)
+    elif module == "agents.results":
+        from agents.results import parse
+
+        parse(words)
+    elif module in ("runtime", "runtime.torch_tp", "benchmarks.tp_engine"):
+        main = module if module.startswith("benchmarks") else f"{module}.__main__"
+        importlib.import_module(main).build_parser().parse_args(words)
+    elif module == "pytest":
+        assert all((PROJECT / word).exists() for word in words if not word.startswith("-"))
     elif module == "agents.inspect_bundle":
         assert len(words) == 1
     else:
@@ -201,7 +210,8 @@ MADE_LATER = {"replay_logs/cache/"}
 def test_every_path_exists(page):
     """Paths in backticks; a bare file name stands for one that exists in a folder named on the same page."""
     text = (PROJECT / page).read_text(encoding="utf-8")
-    known = {path.name for folder in ("agents", "docs", "envs", "tests", "calibration") for path in (PROJECT / folder).rglob("*.*")}
+    folders = ("agents", "docs", "envs", "runtime", "tests", "calibration")
+    known = {path.name for folder in folders for path in (PROJECT / folder).rglob("*.*")}
     missing = [
         path for path in PATH.findall(text) if path not in MADE_LATER and not (PROJECT / path).exists() and Path(path).name not in known
     ]

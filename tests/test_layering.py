@@ -20,8 +20,8 @@ TRAINING = (
     "matplotlib", "rich", "pydantic", "yaml", "safetensors", "zstandard",
 )  # fmt: skip
 WEB = (
-    "numpy", "torch", "safetensors", "pydantic", "yaml", "zstandard", "starlette", "uvicorn", "anyio", "httpx", "websockets",
-    "msgpack", "numba", "llvmlite", "prometheus_client", "opentelemetry", "tokenizers", "rich", "ray",
+    "numpy", "numba", "llvmlite", "torch", "safetensors", "pydantic", "yaml", "zstandard", "starlette", "uvicorn", "anyio", "httpx",
+    "websockets", "msgpack", "prometheus_client", "opentelemetry", "tokenizers", "jinja2", "gguf", "rich", "ray",
 )  # fmt: skip
 # the simulated world and what is built straight on it; named one by one, so that a module without a layer is noticed
 SIMULATION = ("envs.cluster", "envs.scheduling_env", "envs.default_worlds", "envs.unloaded", "envs.world_sampler")
@@ -185,6 +185,8 @@ LIGHT_IMPORTS = (
     ("agents.policy_bundle", ("torch", "stable_baselines3", "sb3_contrib", "gymnasium", "simpy")),
     ("envs.domain.plans", ("torch", "gymnasium", "simpy", "pydantic", "pandas")),
     ("envs.scenario.cluster_file", ("torch", "gymnasium", "simpy", "pandas")),
+    ("runtime.torch_tp.tokenizer", ("torch", "gguf", "simpy", "transformers")),
+    ("runtime.torch_tp.model", ("gguf", "simpy", "transformers")),
     ("runtime.online_scheduler", ("stable_baselines3", "sb3_contrib", "gymnasium", "simpy")),
 )
 

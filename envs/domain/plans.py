@@ -1,4 +1,4 @@
-"""Where a model runs (`TpGroup`, its ranks) and how its layers are cut over them (`SplitPlan`)."""
+"""Where a model runs (`TpGroup`, its ranks) and how its layers are cut over them (`SplitPlan`, per layer `LayerPlans`)."""
 
 from __future__ import annotations
 
@@ -55,6 +55,52 @@ class SplitPlan:
         for name, got, want in wanted:
             if got != want:
                 raise ValueError(f"SplitPlan for {model.name!r}: {name} sum to {got}, the model has {want}")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlans:
+    """One plan per layer, so that the average over layers can meet a ratio that no single cut meets (7:2 and 8:1 in turn).
+
+    The vocabulary is cut once, not per layer: every entry states the same `vocabulary_rows`.
+    """
+
+    version: int
+    layers: tuple[SplitPlan, ...]
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("LayerPlans: no layers; give one SplitPlan per layer of the model")
+        first = self.layers[0]
+        for index, plan in enumerate(self.layers):
+            if plan.ranks != first.ranks:
+                raise ValueError(
+                    f"LayerPlans: layer {index} is cut over {plan.ranks} ranks, layer 0 over {first.ranks}; use one rank count"
+                )
+            if plan.vocabulary_rows != first.vocabulary_rows:
+                raise ValueError(
+                    f"LayerPlans: layer {index} has vocabulary_rows={plan.vocabulary_rows}, layer 0 {first.vocabulary_rows}; "
+                    "the vocabulary has one cut, state it alike in every layer"
+                )
+
+    @classmethod
+    def uniform(cls, plan: SplitPlan, layers: int) -> LayerPlans:
+        """The same cut in each of `layers` layers, under the plan's own version."""
+        return cls(plan.version, (plan,) * layers)
+
+    @property
+    def ranks(self) -> int:
+        return self.layers[0].ranks
+
+    @property
+    def vocabulary_rows(self) -> tuple[int, ...]:
+        return self.layers[0].vocabulary_rows
+
+    def check_covers(self, model: ModelSpec) -> None:
+        """Raise ValueError unless there is one plan per layer and each covers the model exactly."""
+        if len(self.layers) != model.layers:
+            raise ValueError(f"LayerPlans for {model.name!r}: {len(self.layers)} plans, the model has {model.layers} layers")
+        for plan in dict.fromkeys(self.layers):
+            plan.check_covers(model)
 
 
 @dataclass(frozen=True, slots=True)

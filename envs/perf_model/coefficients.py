@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -252,8 +253,30 @@ def load_profiles() -> dict[str, KernelProfile]:
 
 
 def profile(name: str) -> KernelProfile:
-    """The packaged profile of that name. Raises ValueError naming the nearest and all known names."""
-    known = _packaged_profiles()
-    if name not in known:
-        raise ValueError(unknown_name("kernel profile", name, known))
-    return known[name]
+    """The packaged profile of that name, or of `FILE.json#NAME` from a file of the same form, as `python -m runtime calibrate` writes.
+
+    Raises: ValueError naming the nearest and all known names, or what is wrong with the file.
+    """
+    path, mark, inner = name.rpartition("#")
+    known = _file_profiles(path, _modified_ns(path)) if mark else _packaged_profiles()
+    wanted = inner if mark else name
+    if wanted not in known:
+        raise ValueError((f"{path}: " if mark else "") + unknown_name("kernel profile", wanted, known))
+    return known[wanted]
+
+
+def _modified_ns(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError as error:
+        raise ValueError(f"kernel profiles {path!r} cannot be read: {error.strerror}; calibrate again, or move the file back") from None
+
+
+@lru_cache(maxsize=16)
+def _file_profiles(path: str, modified_ns: int) -> Mapping[str, KernelProfile]:
+    """Read once per version of the file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return MappingProxyType(parse_profiles(json.load(file, parse_constant=_reject_constant)))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"kernel profiles {path!r}: not a file of kernel profiles ({error})") from error

@@ -10,7 +10,8 @@ from envs.domain.plans import SplitPlan, TpGroup
 from envs.domain.snapshot import FloatArray
 from envs.domain.specs import ModelSpec
 from envs.perf_model import step_time as ST
-from envs.perf_model.coefficients import KernelProfile, load_profiles, residual_at
+from envs.perf_model.coefficients import KernelProfile, residual_at
+from envs.perf_model.coefficients import profile as kernel_profile
 from envs.perf_model.memory_fit import kv_bytes_per_token, kv_head_ranges, unit_ranges
 
 KERNELS_PER_LAYER = 4  # QKV, O, gate+up, down: each pays the fixed GEMM overhead once
@@ -19,8 +20,7 @@ OVERLAP_FRACTION = 0.0  # engines of 2024 run all-reduce and compute one after t
 
 def profiles_of(group: TpGroup) -> tuple[KernelProfile, ...]:
     """The fitted coefficients of each rank's GPU."""
-    known = load_profiles()
-    return tuple(known[place.gpu.kernel_profile] for place in group.ranks)
+    return tuple(kernel_profile(place.gpu.kernel_profile) for place in group.ranks)
 
 
 REFERENCE_CONTEXT = 1024  # context at which the attention residuals are read; they are flat around it

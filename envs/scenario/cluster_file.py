@@ -13,6 +13,7 @@ from pathlib import Path
 from envs.domain.plans import RankPlace, TpGroup
 from envs.domain.specs import GpuSpec, LinkSpec, ModelSpec
 from envs.domain.suggestions import unknown_name
+from envs.perf_model.coefficients import profile
 from envs.scenario import catalogue, group_check
 from envs.scenario.cluster_spec import ClusterLimits, ClusterSpec, ScriptedFault
 from envs.scenario.entries import ClusterEntry, FaultEntry, GroupEntry, LimitsEntry, RankEntry
@@ -56,7 +57,7 @@ def load_cluster(path_or_name: str | Path) -> ClusterSpec:
 def cluster_from_entry(entry: ClusterEntry, source: str) -> ClusterSpec:
     """Turn a validated file into domain values. `source` stands in front of every complaint."""
     try:
-        known = _Known.of(entry)
+        known = _Known.of(entry, Path(source).parent)
         model = known.model(entry)
         groups, parked = _groups(entry, known, model)
         limits = _limits(entry.limits, model)
@@ -76,8 +77,8 @@ class _Known:
     models: Mapping[str, ModelSpec]
 
     @classmethod
-    def of(cls, entry: ClusterEntry) -> _Known:
-        gpus = {**catalogue.load_gpus(), **{row.name: row.to_spec() for row in entry.own_gpus}}
+    def of(cls, entry: ClusterEntry, folder: Path) -> _Known:
+        gpus = {**catalogue.load_gpus(), **{row.name: _own_gpu(row.to_spec(), folder) for row in entry.own_gpus}}
         links = {**catalogue.load_links(), **{row.name: row.to_spec() for row in entry.own_links}}
         models = {**catalogue.load_models(), **{row.name: row.to_spec() for row in entry.own_models}}
         for index, row in enumerate(entry.own_gpus):
@@ -98,6 +99,16 @@ class _Known:
             except ScenarioError as error:
                 raise ScenarioError(f"model.{key}: {error}") from error
         return spec
+
+
+def _own_gpu(spec: GpuSpec, folder: Path) -> GpuSpec:
+    """With its own kernel profile's file, where it names one, found from the cluster file's folder, and read once as a check."""
+    path, mark, name = spec.kernel_profile.rpartition("#")
+    if not mark:
+        return spec
+    own = replace(spec, kernel_profile=f"{(folder / path).resolve()}#{name}")
+    profile(own.kernel_profile)
+    return own
 
 
 def _groups(entry: ClusterEntry, known: _Known, model: ModelSpec) -> tuple[tuple[TpGroup, ...], tuple[bool, ...]]:

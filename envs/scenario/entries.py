@@ -5,14 +5,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from envs.domain.specs import GpuSpec, LinkSpec, ModelSpec
+from envs.domain.suggestions import unknown_name
 from envs.domain.units import GB, GIB, TFLOP, US
 
-KernelProfile = Literal["a100", "h100", "a40", "l40s", "b200", "rtx4090", "rtxpro6000", "v100", "l4", "t4"]
+KERNEL_PROFILES = ("a100", "h100", "a40", "l40s", "b200", "rtx4090", "rtxpro6000", "v100", "l4", "t4")
+
+
+def _known_profile(name: str) -> str:
+    """One of those that come with the project, or `FILE.json#NAME` of one's own, FILE beside the cluster file."""
+    if name not in KERNEL_PROFILES and not re.fullmatch(r"[^#\0]+\.json#[^#\0]+", name):
+        raise ValueError(unknown_name("kernel profile", name, KERNEL_PROFILES) + "; or give FILE.json#NAME of a calibration of your own")
+    return name
+
+
+KernelProfile = Annotated[str, AfterValidator(_known_profile)]
 
 
 class Entry(BaseModel):

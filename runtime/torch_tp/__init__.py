@@ -1,0 +1,1 @@
+"""Tensor-parallel engine: uneven, sliding splits of one model over unlike ranks."""

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-KINDS = ("auto", "shm", "tcp", "gloo", "nccl", "hierarchical")
+KINDS = ("auto", "shm", "tcp", "gloo", "nccl", "cuda_ipc", "hierarchical")
 
 
 class PeerLost(RuntimeError):
@@ -115,6 +115,7 @@ _FACTORIES = {
     "tcp": ("runtime.torch_tp.communicators.tcp", "build"),
     "gloo": ("runtime.torch_tp.communicators.gloo", "build"),
     "nccl": ("runtime.torch_tp.communicators.nccl", "build"),
+    "cuda_ipc": ("runtime.torch_tp.communicators.cuda_ipc", "build"),
     "hierarchical": ("runtime.torch_tp.communicators.hierarchical", "build"),
     "serial": ("runtime.torch_tp.communicators.serial", "build"),
 }

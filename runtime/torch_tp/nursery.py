@@ -1,0 +1,241 @@
+"""Starts workers in milliseconds: a process that has imported what workers need and forks one on demand.
+
+Importing torch takes seconds, which a rank that is to be replaced under load does not have. The nursery computes nothing and holds no
+thread when it forks. It ends with the controller, and its workers and what they may have left in shared memory with it. Without a
+nursery, workers are plain children of the controller. The controller's half imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from runtime.torch_tp.communicators.segment_names import sweep_stale_segments
+from runtime.torch_tp.parent_death import leave_with_parent, live_on
+
+PROJECT = Path(__file__).resolve().parents[2]
+PRELOADED = ("runtime.torch_tp.step_runner", "runtime.torch_tp.communicators.shared_memory")
+READY_DEADLINE_S = 300.0
+FORK_DEADLINE_S = 10.0
+MESSAGE_BYTES_MAX = 1 << 17
+
+
+def worker_environment(threads: int, **more: str) -> dict[str, str]:
+    """This process's environment, with the project importable and no thread pool wider than `threads`."""
+    environment = dict(os.environ)
+    paths = [str(PROJECT), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
+    # torch must not open a pool as wide as the machine before it is told
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environment[name] = str(threads)
+    return {**environment, **more}
+
+
+class NurseryGone(RuntimeError):
+    """The nursery does not answer; start another."""
+
+
+class ForkedWorker:
+    """A child of the nursery, with the part of `subprocess.Popen` that the supervisor uses."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._nursery = nursery
+        # the nursery reaps only when told, so until then the id is this child's and nobody else's
+        self._descriptor = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._descriptor], [], [], 0)[0]:
+            self._finish()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._descriptor], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("worker", timeout or 0.0)
+            self._finish()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._descriptor, number)
+
+    def _finish(self) -> None:
+        self.returncode = self._nursery.reap(self.pid)
+        os.close(self._descriptor)
+
+
+class Nursery:
+    """The controller's half. Start it early: `start` returns at once, the imports go on meanwhile. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "runtime.torch_tp.nursery", "--socket", str(theirs.fileno()), "--parent", str(os.getpid())],
+                pass_fds=(theirs.fileno(),),
+                env=worker_environment(1),
+                stdin=subprocess.DEVNULL,
+                cwd=tempfile.gettempdir(),
+            )
+        ours.settimeout(READY_DEADLINE_S)
+        self._connection, self._is_ready = ours, False
+
+    def await_ready(self) -> None:
+        """Wait until it has imported everything. Raises: NurseryGone, also when that takes longer than READY_DEADLINE_S."""
+        if self._is_ready:
+            return
+        if self._connection is None:
+            raise NurseryGone("the nursery was not started, or is closed")
+        try:
+            said = self._connection.recv(16)
+        except OSError as error:
+            raise NurseryGone(f"the nursery did not import within {READY_DEADLINE_S:g} s: {error}") from error
+        if said != b"ready":
+            raise NurseryGone("the nursery ended while it was importing; see its output")
+        self._is_ready = True
+        self._connection.settimeout(FORK_DEADLINE_S)
+
+    def fork(self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]) -> ForkedWorker:
+        """A worker with `arguments` (of `worker.main`; `{0}` stands for the first of `descriptors` over there, and so on).
+
+        Raises: NurseryGone.
+        """
+        return ForkedWorker(self, int(self._ask(["fork", list(arguments), dict(environment)], descriptors)))
+
+    def reap(self, pid: int) -> int:
+        """Exit code of a child that has ended, as subprocess counts it; -9 where the nursery is gone and cannot say."""
+        try:
+            return int(self._ask(["reap", pid]))
+        except NurseryGone:
+            return -signal.SIGKILL
+
+    def _ask(self, request: list[Any], descriptors: Sequence[int] = ()) -> Any:
+        if self._connection is None:
+            raise NurseryGone("the nursery was not started, or is closed")
+        try:
+            self.await_ready()
+            socket.send_fds(self._connection, [msgpack.packb(request)], list(descriptors))
+            answer = self._connection.recv(MESSAGE_BYTES_MAX)
+        except OSError as error:
+            raise NurseryGone(f"the nursery does not answer: {error}") from error
+        if not answer:
+            raise NurseryGone("the nursery has ended")
+        return msgpack.unpackb(answer)
+
+    def close(self) -> None:
+        """End the nursery and with it every worker that it still has. May be called twice."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5.0)
+            self._process = None
+
+
+# --- the process ------------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m runtime.torch_tp.nursery", description="Started by the controller, not by hand.")
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    settings = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_with_parent(settings.parent)  # while it imports; later the end of the socket says so, and then there is something to clear away
+    for module in PRELOADED:
+        importlib.import_module(module)
+    live_on()
+    gc.freeze()  # what is imported stays shared with the children
+    connection = socket.socket(fileno=settings.socket)
+    children: set[int] = set()
+    try:
+        connection.send(b"ready")
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES_MAX, 8)
+            if not data:
+                break
+            request = msgpack.unpackb(data)
+            if request[0] == "reap":
+                children.discard(request[1])
+                connection.send(msgpack.packb(_exit_code(request[1])))
+                continue
+            nursery_pid, pid = os.getpid(), os.fork()
+            if pid == 0:
+                connection.close()
+                _become_worker(request[1], request[2], descriptors, nursery_pid)
+            children.add(pid)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            connection.send(msgpack.packb(pid))
+    except OSError:
+        pass  # the parent is gone in the middle of an answer
+    _clear_away(children)
+    os._exit(0)  # taking torch down in good order would take seconds, and nothing is left to be done
+
+
+def _clear_away(children: set[int]) -> None:
+    """The controller is gone: end its workers, also stopped ones, and take what they had not yet unlinked."""
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        _exit_code(pid)
+    sweep_stale_segments()
+
+
+def _exit_code(pid: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return -signal.SIGKILL
+
+
+def _become_worker(arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int], parent_pid: int) -> None:
+    """The child's life; never returns."""
+    from runtime.torch_tp import worker
+
+    code = 1
+    try:
+        os.environ.clear()
+        os.environ.update(environment)
+        filled = [argument.format(*descriptors) for argument in arguments]
+        worker.main([*filled, "--parent", str(parent_pid)])
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Real groups of worker processes: generation, deaths, freezes, slides, members that come and go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from envs.decision.detection import FailureKind
+from envs.decision.layer_cuts import layer_plans
+from runtime.torch_tp.nursery import Nursery
+from runtime.torch_tp.requests import SamplingSettings
+from runtime.torch_tp.steps import SliceCommand, StepCommand
+from runtime.torch_tp.supervisor import GroupGone, GroupRebuilt, RankSettings, Supervisor
+from tests.runtime.torch_tp.group_driver import SETTINGS, Driver, Run, generate
+
+SAMPLED = SamplingSettings(temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=7)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dreams: Path, nursery: Nursery) -> tuple[Run, Run]:
+    """Greedy and sampled answers of one rank alone."""
+    with Supervisor(dreams, [RankSettings()], SETTINGS, nursery=nursery) as supervisor:
+        supervisor.start()
+        return generate(supervisor), generate(supervisor, sampling=SAMPLED)
+
+
+def group(dreams: Path, nursery: Nursery, *speeds: float) -> Supervisor:
+    supervisor = Supervisor(dreams, [RankSettings(speed=speed) for speed in speeds], SETTINGS, nursery=nursery)
+    supervisor.start()
+    return supervisor
+
+
+def once_at(step: int, act: Callable[[Driver], None]) -> Callable[[Driver], None]:
+    """`act` before the first step that comes after `step` steps."""
+    done: list[bool] = []
+
+    def before_step(driver: Driver) -> None:
+        if driver.run.steps >= step and not done:
+            done.append(True)
+            act(driver)
+
+    return before_step
+
+
+def strike(worker: int, number: signal.Signals) -> Callable[[Driver], None]:
+    def act(driver: Driver) -> None:
+        pid = driver.supervisor.pid_of(worker)
+        assert pid is not None
+        os.kill(pid, number)
+
+    return act
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_two_unequal_ranks_answer_like_one(dreams, nursery, undisturbed):
+    greedy, sampled = undisturbed
+    with group(dreams, nursery, 1.0, 0.5) as supervisor:
+        assert supervisor.plan.layers[0].query_heads == (3, 1)
+        assert generate(supervisor).tokens == greedy.tokens
+        run = generate(supervisor, sampling=SAMPLED)
+        assert run.tokens == sampled.tokens
+        assert {timing.rank for timing in run.results[-1].timings} == {0, 1}
+
+
+@pytest.mark.fault("K20")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGKILL, FailureKind.RANK_KILLED), (signal.SIGSTOP, FailureKind.RANK_FROZEN)], ids=["kill", "freeze"]
+)
+def test_a_lost_rank_costs_no_token(dreams, nursery, undisturbed, ranks, number, kind):
+    """In the middle of a step, while idle, and with the group rebuilt on the survivors: the same text, no token lost or doubled."""
+    with group(dreams, nursery, *[1.0, 0.5, 0.7, 0.8][:ranks]) as supervisor:
+        victim = supervisor.pid_of(1)
+        run = generate(supervisor, once_at(12, strike(1, number)))
+        assert run.tokens == undisturbed[0].tokens
+        assert len(run.rebuilt) == 1
+        (lost,) = run.rebuilt[0].change.lost
+        assert (lost.worker, lost.kind) == (1, kind)
+        assert supervisor.members == tuple(worker for worker in range(ranks) if worker != 1)
+        assert victim is not None and is_gone(victim)
+
+
+@pytest.mark.fault("K20")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "freeze"])
+def test_a_rank_lost_while_idle_is_noticed_without_a_step(dreams, nursery, undisturbed, number):
+    """1 s for a killed rank, 3 s for a stopped one; the next step says that its slots are empty."""
+    with group(dreams, nursery, 1.0, 1.0) as supervisor:
+        generate(supervisor)
+        pid = supervisor.pid_of(0)
+        assert pid is not None
+        os.kill(pid, number)
+        limit_s = 1.0 if number == signal.SIGKILL else 3.0
+        assert supervisor.await_change(epoch=2, deadline_s=20.0)
+        change = supervisor.changes[-1]
+        assert change.members == (1,)
+        assert change.lost[0].silent_s <= limit_s
+        run = generate(supervisor)
+        assert run.tokens == undisturbed[0].tokens
+        assert len(run.rebuilt) == 1
+
+
+@pytest.mark.fault("K20")
+def test_a_rank_stopped_before_the_first_step_is_left_out(dreams, nursery, undisturbed):
+    with group(dreams, nursery, 1.0, 1.0) as supervisor:
+        pid = supervisor.pid_of(1)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        run = generate(supervisor)
+        assert run.tokens == undisturbed[0].tokens
+        assert supervisor.members == (0,)
+
+
+def test_every_rank_gone_is_said(dreams, nursery):
+    with group(dreams, nursery, 1.0, 1.0) as supervisor:
+        for worker in (0, 1):
+            pid = supervisor.pid_of(worker)
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(GroupGone, match="no rank is left"):
+            for _ in range(3):
+                generate(supervisor)
+
+
+def test_slides_keep_the_text_and_move_no_weight(dreams, nursery, undisturbed):
+    """Plan after plan while the same requests run: KV follows before a third plan, tokens stay those of one rank alone."""
+    wishes = [(2, (1.0, 3.0)), (8, (1.0, 1.0)), (14, (0.0, 1.0)), (20, (3.0, 1.0))]
+
+    def before_step(driver: Driver) -> None:
+        if wishes and driver.run.steps >= wishes[0][0] and not driver.is_sliding:
+            driver.slide(wishes.pop(0)[1])
+
+    with group(dreams, nursery, 1.0, 0.5) as supervisor:
+        run = generate(supervisor, before_step)
+        assert [slide.state.value for slide in run.slides] == ["done"] * 4
+        assert run.tokens == undisturbed[0].tokens
+        assert sorted(set(run.moved)) == [0, 1, 2, 3]
+        assert len(run.moved) >= 8  # every slot moved before the third and before the fourth plan
+        assert len(supervisor.plans) == 2
+        assert not run.rebuilt
+
+
+def test_columns_slide_at_any_step(dreams, nursery, undisturbed):
+    """MLP and vocabulary are stateless: their cuts change before every step, under one version, and no slot notices."""
+    mlp = [(1.0, 0.0), (1.0, 2.0), (0.0, 1.0), (5.0, 1.0)]
+
+    def before_step(driver: Driver) -> None:
+        current = driver.supervisor.plan
+        cut = mlp[driver.run.steps % 4]
+        plan = layer_plans(driver.supervisor.model_spec, (1.0, 1.0), mlp_shares=cut, vocabulary_shares=cut[::-1], version=current.version)
+        assert driver.supervisor.slide_columns(plan).kv_bytes == 0
+        assert driver.supervisor.plan == plan
+
+    with group(dreams, nursery, 1.0, 1.0) as supervisor:
+        run = generate(supervisor, before_step)
+        assert run.tokens == undisturbed[0].tokens
+        other_heads = layer_plans(supervisor.model_spec, (1.0, 3.0), version=supervisor.plan.version)
+        with pytest.raises(ValueError, match="heads of the newest"):
+            supervisor.slide_columns(other_heads)
+
+
+def test_a_rank_lost_while_sliding_changes_nothing_but_the_group(dreams, nursery, undisturbed):
+    def act(driver: Driver) -> None:
+        driver.slide((1.0, 1.0, 2.0))
+        strike(2, signal.SIGKILL)(driver)
+
+    with group(dreams, nursery, 1.0, 1.0, 1.0) as supervisor:
+        run = generate(supervisor, once_at(6, act))
+        assert run.tokens == undisturbed[0].tokens
+        assert supervisor.members == (0, 1)
+        assert len(supervisor.plans) == 1
+
+
+def test_a_lost_rank_comes_back_and_no_slot_is_filled_again(dreams, nursery, undisturbed):
+    """Respawned, it joins with zero width beside running requests, gets work by a slide, and leaves again."""
+    seen: list[str] = []
+
+    def before_step(driver: Driver) -> None:
+        supervisor = driver.supervisor
+        if driver.run.steps == 4 and not seen:
+            seen.append("kill")
+            strike(1, signal.SIGKILL)(driver)
+        elif driver.run.steps == 8 and seen == ["kill"]:
+            seen.append("respawn")
+            supervisor.respawn(1)
+            assert supervisor.await_spare(1, deadline_s=60.0)
+            change = supervisor.join([1])
+            assert change.keeps_kv and change.members == (0, 1)
+            assert supervisor.plan.layers[0].query_heads == (4, 0)
+            driver.slide((1.0, 1.0))
+        elif driver.run.steps == 20 and seen == ["kill", "respawn"]:
+            seen.append("back")
+            assert supervisor.plan.layers[0].query_heads == (2, 2)
+
+    with group(dreams, nursery, 1.0, 1.0) as supervisor:
+        run = generate(supervisor, before_step, sampling=SAMPLED)
+        assert seen == ["kill", "respawn", "back"]
+        assert run.tokens == undisturbed[1].tokens
+        assert len(run.rebuilt) == 1
+
+
+def test_a_rank_without_work_leaves(dreams, nursery, undisturbed):
+    with group(dreams, nursery, 1.0, 1.0) as supervisor:
+        with pytest.raises(ValueError, match="have work"):
+            supervisor.leave([1])
+        driver = Driver(supervisor)
+        driver.slide((1.0, 0.0))
+        driver.generate()
+        with pytest.raises(ValueError, match=r"used by slots \[0, 1, 2, 3\]"):
+            supervisor.release_plan(supervisor.plans[0].version)
+        supervisor.step(StepCommand(999, (), releases=(0, 1, 2, 3)))
+        supervisor.release_plan(supervisor.plans[0].version)
+        change = supervisor.leave([1])
+        assert change.members == (0,) and supervisor.spares == (1,)
+
+        def before_step(driver: Driver) -> None:
+            if driver.run.steps == 5:
+                assert supervisor.join([1]).keeps_kv  # knows nothing any more of the slots it had
+                driver.slide((1.0, 3.0))
+            if driver.run.steps == 12:
+                driver.slide((1.0, 1.0))
+
+        run = generate(supervisor, before_step)
+        assert run.tokens == undisturbed[0].tokens
+        assert not run.rebuilt and len(run.moved) == 4
+
+
+def test_a_wrong_command_is_refused_and_the_group_goes_on(dreams, nursery, undisturbed):
+    """An error on a rank is no death: the group stands again, whole, and says what was wrong."""
+    with group(dreams, nursery, 1.0, 1.0) as supervisor:
+        with pytest.raises(GroupRebuilt, match="slot 5 is not allocated"):
+            supervisor.step(StepCommand(1, (SliceCommand(5, "x", supervisor.plan.version, (1, 2), 0, True),)))
+        assert supervisor.members == (0, 1)
+        assert generate(supervisor).tokens == undisturbed[0].tokens
+
+
+def test_controller_modules_load_no_torch():
+    modules = ("supervisor", "protocol", "batcher", "resplit", "nursery", "orders", "liveness", "emulation")
+    code = f"import sys, {', '.join('runtime.torch_tp.' + name for name in modules)}\nassert 'torch' not in sys.modules"
+    project = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "freeze"])
+def test_with_buddies_a_loss_costs_no_second_prefill(dreams, nursery, undisturbed, number):
+    """The neighbour goes on with the KV it kept; the step that was cut short is repeated and no caller notices."""
+    settings = replace(SETTINGS, buddy_kv=True)
+    with Supervisor(dreams, [RankSettings(), RankSettings(speed=0.5), RankSettings(speed=0.7)], settings, nursery=nursery) as supervisor:
+        supervisor.start()
+        victims = [1, 0]
+
+        def before_step(driver: Driver) -> None:
+            if driver.run.steps in (10, 30) and len(victims) > (driver.run.steps == 10):
+                strike(victims.pop(0), number)(driver)
+
+        run = generate(supervisor, before_step, sampling=SAMPLED)
+        assert run.tokens == undisturbed[1].tokens
+        assert supervisor.members == (2,)
+        kept, lost = supervisor.changes[1:]
+        assert kept.keeps_kv and not lost.keeps_kv  # whose copies were with the first one lost
+        assert len(run.rebuilt) == 1
+
+
+def test_with_buddies_slots_move_and_are_still_kept(dreams, nursery, undisturbed):
+    """Slots that followed a slide lie with their new buddies: a loss after it costs nothing either."""
+    settings = replace(SETTINGS, buddy_kv=True)
+    acts = [(3, lambda driver: driver.slide((1.0, 1.0, 2.0))), (8, lambda driver: driver.slide((2.0, 1.0, 1.0)))]
+
+    def before_step(driver: Driver) -> None:
+        if acts and driver.run.steps >= acts[0][0] and not driver.is_sliding:
+            acts.pop(0)[1](driver)
+        elif not acts and not driver.is_sliding and len(driver.supervisor.members) == 3:
+            strike(1, signal.SIGKILL)(driver)
+
+    with Supervisor(dreams, [RankSettings()] * 3, settings, nursery=nursery) as supervisor:
+        supervisor.start()
+        run = generate(supervisor, before_step, decode_steps_max=1)
+        assert run.tokens == undisturbed[0].tokens
+        assert supervisor.members == (0, 2) and supervisor.changes[-1].keeps_kv
+        assert not run.rebuilt and len(run.moved) == 4
