@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from runtime.torch_tp.communicators.fake import fake_group
 from runtime.torch_tp.communicators.hierarchical import CheaperWay
@@ -12,6 +12,7 @@ from runtime.torch_tp.link_probe import AlphaBeta, fit_alpha_beta, measure_all_r
 from tests.runtime.torch_tp.test_fake import on_all
 
 
+@settings(max_examples=200, deadline=None)
 @given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-7))
 def test_exact_times_give_their_alpha_and_beta(alpha_s, beta_s_per_byte):
     sizes = (2048, 32768, 524288, 1 << 22)
