@@ -1,4 +1,4 @@
-"""Collectives of the tensor-parallel engine: shared memory against gloo, two domains against one, steps beside bulk moves, loss of a peer.
+"""Collectives of the tensor-parallel engine: shared memory against gloo, two domains against one, steps beside bulk moves.
 
 A and B are measured in turns by the same processes, in rounds; what counts is the median over the rounds of each round's ratio. Part of
 `python -m benchmarks.tp_engine`; alone: `python -m benchmarks.tp_collectives [--only NAME ...]`.
