@@ -75,6 +75,15 @@ def test_two_unequal_ranks_answer_like_one(dreams, nursery, undisturbed):
         assert {timing.rank for timing in run.results[-1].timings} == {0, 1}
 
 
+def test_half_batches_give_the_same_text(dreams, nursery, undisturbed):
+    settings = replace(SETTINGS, overlap="always")
+    with Supervisor(dreams, [RankSettings(), RankSettings(speed=0.5)], settings, nursery=nursery) as supervisor:
+        supervisor.start()
+        run = generate(supervisor)
+        assert run.tokens == undisturbed[0].tokens
+        assert all(timing.compute_s > 0 and timing.communication_s > 0 for timing in run.results[-1].timings)
+
+
 @pytest.mark.fault("K20")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
