@@ -136,7 +136,9 @@ class Batcher:
         decoder = self._make_text() if self._make_text else None
         stop_ids = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else frozenset(self.settings.eos_ids))
         key = (now_s - request.priority * self.settings.head_start_s, self._submitted)
-        resident = Resident(request, key, AnswerText(decoder, request.stop_strings), stop_ids, now_s)
+        text = AnswerText(decoder, request.stop_strings)
+        text.follow(request.answer)
+        resident = Resident(request, key, text, stop_ids, now_s)
         self._submitted += 1
         self._residents[request.request_id] = resident
         self._enqueue(resident)
@@ -151,8 +153,9 @@ class Batcher:
                 f"{len(request.prompt)} prompt tokens + max_tokens {request.max_tokens} = {request.tokens_needed} exceed "
                 f"{settings.request_tokens_max} (context {settings.context_tokens}, KV pool {settings.kv_tokens_max} tokens)",
             )
-        if settings.vocabulary is not None and max(request.prompt) >= settings.vocabulary:
-            raise Refused("invalid", f"token id {max(request.prompt)} in the prompt; the model has {settings.vocabulary} ids from 0")
+        largest = max(request.prompt + request.answer)
+        if settings.vocabulary is not None and largest >= settings.vocabulary:
+            raise Refused("invalid", f"token id {largest} in the prompt; the model has {settings.vocabulary} ids from 0")
         if request.stop_strings and self._make_text is None:
             raise Refused("invalid", "stop strings need a tokenizer, and the engine was started without one; use stop_ids")
         if request.deadline_s is not None and request.deadline_s <= now_s:
@@ -167,6 +170,23 @@ class Batcher:
             return False
         self._end(resident, "cancelled", now_s)
         return True
+
+    def take_out(self, request_id: str, now_s: float) -> GenerationRequest | None:
+        """Give a request up so that another engine can go on with it; None where none of that id is served here.
+
+        Returns: the request with its answer so far; a step in flight adds nothing to it any more.
+        """
+        resident = self._residents.get(request_id)
+        if resident is None:
+            return None
+        moved = replace(resident.request, answer=tuple(resident.ids[len(resident.request.prompt) :]))
+        self._end(resident, "moved", now_s)
+        return moved
+
+    def fail(self, request_id: str, detail: str, now_s: float) -> None:
+        """End a request with the reason "error"; no-op where none of that id is served."""
+        if request_id in self._residents:
+            self._end(self._residents[request_id], "error", now_s, detail=detail)
 
     def fail_all(self, detail: str, now_s: float) -> None:
         """End every request with the reason "error": there is nobody left to serve them."""
@@ -704,9 +724,8 @@ class Batcher:
         """End a request otherwise than by a token."""
         report = resident.report(now_s)
         self._forget(resident, retain=False)
-        event = TokenEvent(
-            resident.request_id, resident.output_tokens, None, resident.text.finish(), finish_reason=reason, detail=detail, report=report
-        )
+        shown = "" if reason == "moved" else resident.text.finish()  # elsewhere it is held back as here
+        event = TokenEvent(resident.request_id, resident.output_tokens, None, shown, finish_reason=reason, detail=detail, report=report)
         self._events.append(event)
 
     def _forget(self, resident: Resident, *, retain: bool) -> None:

@@ -10,8 +10,9 @@ from envs.domain.requests import LATENCY_PARTS, SERVICE_CLASSES
 
 SEED_LIMIT = 2**63
 
-FINISH_REASONS: tuple[str, ...] = ("stop", "length", "cancelled", "deadline", "error")
-"""How an answer ends: a stop id or stop string, its token limit, its caller, its deadline, or the engine (see the event's detail)."""
+FINISH_REASONS: tuple[str, ...] = ("stop", "length", "cancelled", "deadline", "error", "moved")
+"""How an answer ends: a stop id or stop string, its token limit, its caller, its deadline, the engine (see the event's detail), or here
+only, because it goes on in another engine."""
 
 REFUSALS: tuple[str, ...] = ("too_long", "queue_full", "deadline_passed", "duplicate", "invalid", "closed")
 """Why a request is turned away at the door: `too_long`, `duplicate`, `invalid` by the caller's fault (400), else by load (429, 503)."""
@@ -81,7 +82,8 @@ class GenerationRequest:
     an absolute right). class_index: into SERVICE_CLASSES, for its time limits. stop_ids: end the answer, as does the model's own
     end token unless ignore_eos. stop_strings: end it where its text contains one; never shown, not even in part. logprobs: None,
     or how many of the likeliest tokens to report beside the chosen one's (0 = the chosen one's alone). min_tokens: no stop id
-    is chosen before so many. deadline_s: on the engine's monotonic clock; waiting or running, the request ends then.
+    is chosen before so many. deadline_s: on the engine's monotonic clock; waiting or running, the request ends then. answer: tokens
+    that another engine made already: this one goes on after them, with the same chance, and counts them as part of max_tokens.
     """
 
     request_id: str
@@ -96,6 +98,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
+    answer: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         who = f"GenerationRequest {self.request_id!r}"
@@ -107,6 +110,8 @@ class GenerationRequest:
             raise ValueError(f"{who}: max_tokens={self.max_tokens} must be at least 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"{who}: min_tokens={self.min_tokens} must be within 0 to max_tokens={self.max_tokens}")
+        if len(self.answer) >= self.max_tokens:
+            raise ValueError(f"{who}: {len(self.answer)} answer tokens are there already and max_tokens={self.max_tokens}: nothing is left")
         if not 0 <= self.class_index < len(SERVICE_CLASSES):
             raise ValueError(f"{who}: class_index={self.class_index} unknown; there are {len(SERVICE_CLASSES)} service classes")
         if self.logprobs is not None and not 0 <= self.logprobs <= 64:

@@ -26,7 +26,7 @@ class Resident:
         self.key = key
         self.text = text
         self.stop_ids = stop_ids
-        self.ids = list(request.prompt)
+        self.ids = [*request.prompt, *request.answer]
         self.computed = 0
         self.slot: int | None = None
         self.plan_version = 0

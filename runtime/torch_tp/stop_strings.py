@@ -76,6 +76,11 @@ class AnswerText:
         text = self._decoder.push(token)
         return self._stops.push(text) if can_stop else text
 
+    def follow(self, tokens: Sequence[int]) -> None:
+        """The answer begins with these, whose text was shown elsewhere; what was held back there is shown with the next."""
+        for token in tokens:
+            self.push(token)
+
     def finish(self) -> str:
         """Text left when the answer ends otherwise than by a stop string."""
         if self._decoder is None or self.matched is not None:

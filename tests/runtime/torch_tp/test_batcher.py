@@ -21,9 +21,9 @@ from tests.runtime.torch_tp.toy_ranks import EOS, VOCABULARY, ToyRanks, expected
 class Serving:
     """Batcher, fake ranks and a clock that moves by what a step would take."""
 
-    def __init__(self, step_s=lambda rows, prefill: 0.010 + 0.0005 * rows + 0.0002 * prefill, **settings) -> None:
+    def __init__(self, step_s=lambda rows, prefill: 0.010 + 0.0005 * rows + 0.0002 * prefill, make_text=None, **settings) -> None:
         defaults = {"context_tokens": 512, "kv_tokens_max": 2048, "slots_max": 8, "eos_ids": (EOS,), "vocabulary": VOCABULARY}
-        self.batcher = Batcher(BatcherSettings(**(defaults | settings)))
+        self.batcher = Batcher(BatcherSettings(**(defaults | settings)), make_text=make_text)
         self.ranks = ToyRanks(self.batcher.settings.slots_max, self.batcher.settings.kv_tokens_max)
         self.step_s = step_s
         self.now_s = 0.0
@@ -190,6 +190,43 @@ def test_cancel_frees_kv_before_the_next_step():
     serving.run()
     assert serving.tokens(second) == expected_answer(second)
     assert not serving.batcher.cancel("first", 0.0)
+
+
+@pytest.mark.fault("K25")
+@pytest.mark.parametrize("tokens", [0, 1, 17])
+def test_a_request_goes_on_in_another_engine(tokens):
+    """Taken out after so many tokens, with a step in flight: both parts together are the undisturbed answer, in text too."""
+    here, there = Serving(make_text=Letters), Serving(make_text=Letters)
+    stop = Letters.text(expected_answer(make("r", max_tokens=40))[25:28])
+    request = here.submit(make("r", max_tokens=40, stop_strings=(stop,)))
+    while len(here.tokens(request)) < tokens:
+        here.step()
+    command = here.batcher.next_step(here.now_s)
+    moved = here.batcher.take_out("r", here.now_s)
+    assert here.batcher.take_out("r", here.now_s) is None
+    here.take(here.batcher.apply(here.ranks.run(command), here.now_s))
+    assert here.end(request).finish_reason == "moved" and here.end(request).report.output_tokens == len(moved.answer)
+    there.submit(moved)
+    there.run()
+    events = here.events["r"][:-1] + there.events["r"]
+    assert [event.index for event in events if event.token is not None] == list(range(28))
+    assert [event.token for event in events if event.token is not None] == expected_answer(request)[:28]
+    assert "".join(event.text for event in events) == Letters.text(expected_answer(request)[:25])
+    assert events[-1].stop == stop and there.end(request).report.output_tokens == 28
+
+
+class Letters:
+    """A toy detokeniser: a letter per token."""
+
+    @staticmethod
+    def text(tokens) -> str:
+        return "".join(chr(0x4E00 + token) for token in tokens)
+
+    def push(self, token: int) -> str:
+        return self.text([token])
+
+    def finish(self) -> str:
+        return ""
 
 
 def test_cancelling_the_last_request_still_frees_the_ranks():
