@@ -16,6 +16,7 @@ from torch import Tensor
 
 from envs.domain.plans import LayerPlans
 from runtime.torch_tp.checkpoint import Checkpoint, float32_copy
+from runtime.torch_tp.elementwise import KernelElementwise, TorchElementwise
 from runtime.torch_tp.kv_pages import PagedKv
 from runtime.torch_tp.kv_slots import SlotKv
 from runtime.torch_tp.kv_store import KvStore
@@ -104,10 +105,12 @@ class TpModel:
         self._shares: dict[int, RankShare] = {}
         self._newest = -1
         self._weights = TorchWeights(self.checkpoint, self.device, dtype)
+        has_kernels = slots is not None and dtype == torch.float32
+        elementwise = KernelElementwise() if has_kernels else TorchElementwise()
         # two of each: halves of a batch in flight at once must not share scratch
-        self._torch_steps = [TorchStep(self.config, self._weights, self.kv, self._shares) for _ in range(2)]
+        self._torch_steps = [TorchStep(self.config, self._weights, self.kv, self._shares, elementwise) for _ in range(2)]
         self._row_steps: list[RowStep] = []
-        if slots is not None and dtype == torch.float32:
+        if slots is not None and has_kernels:
             self._row_steps = [RowStep(self.config, row_weights(self.checkpoint), slots, self._shares) for _ in range(2)]
         self._embedding = self.checkpoint.tensor("model.embed_tokens.weight")
 
@@ -205,13 +208,12 @@ class TpModel:
         host_s = time.perf_counter() - started_s
         share, in_flight = self._shares[self._newest], len(lanes) > 1
         for layer in range(self.config.layers):
-            prefix, columns = f"model.layers.{layer}.", share.mlp[layer]
             for lane in lanes:
                 self._finish(lane)
-                self._sum(lane, lane.step.attention(layer), prefix + "self_attn.o_proj.bias", self.config.output_bias, in_flight)
+                self._sum(lane, lane.step.attention(layer), self._weights.output_biases[layer], in_flight)
             for lane in lanes:
                 self._finish(lane)
-                self._sum(lane, lane.step.mlp(layer, columns), prefix + "mlp.down_proj.bias", self.config.mlp_bias, in_flight)
+                self._sum(lane, lane.step.mlp(layer, share.mlp[layer]), self._weights.down_biases[layer], in_flight)
             if self.on_layer is not None:
                 self.on_layer(layer)
         for lane in lanes:
@@ -244,10 +246,10 @@ class TpModel:
         steps[index].begin(layout, hidden)
         return _Lane(layout, hidden, steps[index])
 
-    def _sum(self, lane: _Lane, partial: Tensor, bias: str, has_bias: bool, in_flight: bool) -> None:
+    def _sum(self, lane: _Lane, partial: Tensor, bias: Tensor | None, in_flight: bool) -> None:
         """Sum `partial` over the ranks into the lane's hidden states, or begin to. A bias on the sum is added once, by rank 0."""
-        if has_bias and self.rank == 0:
-            partial += self._weights.whole(bias)
+        if bias is not None and self.rank == 0:
+            partial += bias
         if in_flight:
             lane.pending, lane.partial = self._waiting(lambda: self.communicator.start_all_reduce(partial)), partial
         else:
