@@ -8,6 +8,7 @@ always agree.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,9 @@ from runtime.torch_tp.communicators.wire_codec import WireCodec, codec_of
 from runtime.torch_tp.link_probe import AlphaBeta, probe
 
 LEADER = 0  # rank in its domain
+PIPELINED_FROM_BYTES = 256 * 1024
+PIPELINED_PART_BYTES = 128 * 1024
+PARTS_CROSSING = 2
 
 
 class SumWay(Protocol):
@@ -86,7 +90,22 @@ class HierarchicalCommunicator:
             self.reduce_by_domains(tensor, urgent)
 
     def reduce_by_domains(self, tensor: Tensor, urgent: bool) -> None:
-        """Reduce, exchange, broadcast."""
+        """Reduce, exchange, broadcast; of a large tensor one part is reduced while the one before is on its way between the domains."""
+        if tensor.nbytes <= PIPELINED_FROM_BYTES or urgent:
+            self._reduce_whole(tensor, urgent)
+            return
+        work = tensor.contiguous()
+        crossings: deque[Callable[[], None]] = deque()
+        for part in work.view(-1).split(PIPELINED_PART_BYTES // tensor.element_size()):
+            crossings.append(self.start_crossing(part))
+            if len(crossings) == PARTS_CROSSING:
+                crossings.popleft()()
+        while crossings:
+            crossings.popleft()()
+        if work is not tensor:
+            tensor.copy_(work)
+
+    def _reduce_whole(self, tensor: Tensor, urgent: bool) -> None:
         if self._domain is not None:
             self._domain.reduce_to(LEADER, tensor, urgent=urgent)
         if self._leaders is not None:

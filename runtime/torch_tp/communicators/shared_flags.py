@@ -256,8 +256,8 @@ def _cut(count, size, rank):  # type: ignore[no-untyped-def]
     return count if rank == size else count * rank // size // 32 * 32
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def advance_sum(lane, first, tensor, count, width, progress, waited_ns, only_publish):  # type: ignore[no-untyped-def]
+@njit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def advance_sum(lane, first, tensor, count, width, progress, leader, waited_ns, only_publish):  # type: ignore[no-untyped-def]
     """Carry an in-place all-reduce as far as it goes: publish chunks ahead, wait for the others', sum, release.
 
     From PIECES_FROM bytes per chunk, three ranks and more sum a piece each and copy the other pieces, instead of all summing everything.
@@ -265,6 +265,7 @@ def advance_sum(lane, first, tensor, count, width, progress, waited_ns, only_pub
     Args: `lane`: address of the int64 fields LANE_FIELDS. `first`: message number of the first chunk. `tensor`, `count`,
         `width`: numbers of 4 bytes (float32) or 2 (bfloat16). `progress`: address of three int64, zero at the start and
         again at the end: chunks published, chunks summed, whether the present chunk's own piece is summed.
+        `leader`: -1 for all ranks, or the only rank that wants the sum; the others are done when they have published.
         `only_publish`: do not wait for anything.
     Returns: -1 when done (or nothing more to publish), else the rank missing after BUDGET_NS: look around and call again.
     """
@@ -293,11 +294,15 @@ def advance_sum(lane, first, tensor, count, width, progress, waited_ns, only_pub
         if only_publish:
             return -1
         sequence = first + done[1]
+        if leader >= 0 and leader != rank:
+            done[1] += 1
+            store_release(line + DONE, sequence + 1)
+            continue
         begin = done[1] * per_chunk
         part = min(per_chunk, count - begin)
         slots = ring + sequence % DEPTH * size * stride + SLOT_HEADER_BYTES
         target = tensor + begin * width
-        in_pieces = size > 2 and part * width >= pieces_from
+        in_pieces = leader < 0 and size > 2 and part * width >= pieces_from
         if done[2] == 0:
             missing = await_flags(flags + PUBLISHED, size, sequence + 1, pauses, clock, waited_ns, BUDGET_NS)
             if missing >= 0:
@@ -323,6 +328,33 @@ def advance_sum(lane, first, tensor, count, width, progress, waited_ns, only_pub
         done[1] += 1
         store_release(line + DONE, sequence + 1)
     done[0] = done[1] = 0
+    return -1
+
+
+@njit("int64(int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+def advance_broadcast(lane, first, address, count, progress, leader, waited_ns):  # type: ignore[no-untyped-def]
+    """Carry a broadcast of `count` bytes from `leader` as far as it goes; arguments and result as for `advance_sum`."""
+    field = carray(long_pointer(lane), 9)
+    flags, size, rank, ring, stride = field[0], field[1], field[2], field[3], field[4]
+    chunk_bytes, pauses, clock = field[5], field[7], field[8]
+    done = carray(long_pointer(progress), 3)
+    chunks = max(1, (count + chunk_bytes - 1) // chunk_bytes)
+    while done[0] < chunks:
+        sequence = first + done[0]
+        begin = done[0] * chunk_bytes
+        part = min(chunk_bytes, count - begin)
+        slot = ring + (sequence % DEPTH * size + leader) * stride
+        if rank == leader:
+            missing = publish(flags, size, rank, sequence, slot, address + begin, part, part, pauses, clock, waited_ns)
+            if missing >= 0:
+                return missing
+        else:
+            if await_flags(flags + leader * FLAG_BYTES + PUBLISHED, 1, sequence + 1, pauses, clock, waited_ns, BUDGET_NS) >= 0:
+                return leader
+            _memcpy(address + begin, slot + SLOT_HEADER_BYTES, part)
+        store_release(flags + rank * FLAG_BYTES + DONE, sequence + 1)
+        done[0] += 1
+    done[0] = 0
     return -1
 
 

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ CHUNK_BYTES = 128 * 1024
 URGENT_CHUNK_BYTES = 32 * 1024
 PIECES_FROM_BYTES = 32 * 1024  # from here, three ranks and more sum a piece each
 _WIDTHS = (torch.float32, torch.bfloat16)  # summed by compiled code
+EVERYBODY = -1
 SPIN_POLLS = 400
 SPIN_POLLS_CROWDED = 20  # with more ranks than cores, whoever spins holds up the one it waits for
 
@@ -122,15 +123,6 @@ class Lane:
     def await_published(self, sequence: int) -> None:
         self.until("all_reduce", lambda waited: flags.await_published(self.flags, self.size, sequence, self.polls, self.clock, waited))
 
-    def await_from(self, sequence: int, rank: int, what: str) -> None:
-        """Wait for the message of one rank only."""
-        line = self.flags + rank * flags.FLAG_BYTES
-
-        def attempt(waited: int) -> int:
-            return rank if flags.await_published(line, 1, sequence, self.polls, self.clock, waited) >= 0 else -1
-
-        self.until(what, attempt)
-
     def release(self, sequence: int) -> None:
         """This rank has read message `sequence` and all before it."""
         flags.write_flag(self.flags + self.rank * flags.FLAG_BYTES + flags.DONE, sequence + 1)
@@ -151,19 +143,17 @@ class Lane:
             if self._open:
                 self.finish_open()
             if tensor.dtype in _WIDTHS and tensor.is_cpu and tensor.is_contiguous():
-                self._sum_at_once(tensor.data_ptr(), tensor.numel(), 4 if tensor.dtype is torch.float32 else 2)
+                self._sum_at_once(tensor, EVERYBODY)
             else:
                 self._begin(tensor).complete()
 
-    def _sum_at_once(self, address: int, count: int, width: int) -> None:
+    def _sum_at_once(self, tensor: Tensor, leader: int) -> None:
         """What `_begin(...).complete()` does, with as little Python as may be: it is most of the time of a small sum."""
-        first = self.sequence
+        first, address, count, width = self.sequence, tensor.data_ptr(), tensor.numel(), 4 if tensor.dtype is torch.float32 else 2
         self.sequence = first + max(1, -(-count * width // self.chunk_bytes))
-        if flags.advance_sum(self.fields, first, address, count, width, self._progress_address, 0, 0) >= 0:
-            self.until(
-                "all_reduce",
-                lambda waited: flags.advance_sum(self.fields, first, address, count, width, self._progress_address, waited, 0),
-            )
+        if flags.advance_sum(self.fields, first, address, count, width, self._progress_address, leader, 0, 0) >= 0:
+            place = (self.fields, first, address, count, width, self._progress_address, leader)
+            self.until("all_reduce", lambda waited: flags.advance_sum(*place, waited, 0))
 
     def start(self, tensor: Tensor) -> Pending:
         """Publish as much of `tensor` as there is room for, unless an earlier sum has something left to publish."""
@@ -201,35 +191,33 @@ class Lane:
         with self._lock:
             self.finish_open()
             work = _checked(tensor)
-            for sequence, part in self._chunks(work):
-                self.publish(sequence, part.data_ptr(), part.nbytes)
-                if self.rank == leader:
-                    self.await_published(sequence)
-                    self.add_up(sequence, part)
-                self.release(sequence)
+            if work.dtype in _WIDTHS:
+                self._sum_at_once(work, leader)
+            else:
+                for part in work.view(-1).split(self.chunk_bytes // work.element_size()):
+                    self._reduce_part(leader, part)
             if self.rank == leader and work is not tensor:
                 tensor.copy_(work)
+
+    def _reduce_part(self, leader: int, part: Tensor) -> None:
+        sequence = self.sequence
+        self.sequence += 1
+        self.publish(sequence, part.data_ptr(), part.nbytes)
+        if self.rank == leader:
+            self.await_published(sequence)
+            self.add_up(sequence, part)
+        self.release(sequence)
 
     def broadcast_from(self, leader: int, tensor: Tensor) -> None:
         """Everybody's `tensor` becomes the leader's."""
         with self._lock:
             self.finish_open()
             work = _checked(tensor)
-            for sequence, part in self._chunks(work):
-                if self.rank == leader:
-                    self.publish(sequence, part.data_ptr(), part.nbytes)
-                else:
-                    self.await_from(sequence, leader, "broadcast")
-                    flags.copy_bytes(part.data_ptr(), self.slots(sequence) + leader * self.stride + flags.SLOT_HEADER_BYTES, part.nbytes)
-                self.release(sequence)
+            place = (self.fields, self.sequence, work.data_ptr(), work.nbytes, self._progress_address, leader)
+            self.sequence += max(1, -(-work.nbytes // self.chunk_bytes))
+            self.until("broadcast", lambda waited: flags.advance_broadcast(*place, waited))
             if work is not tensor:
                 tensor.copy_(work)
-
-    def _chunks(self, work: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Numbers the chunks of a contiguous tensor as the next messages."""
-        for part in work.view(-1).split(self.chunk_bytes // work.element_size()):
-            self.sequence += 1
-            yield self.sequence - 1, part
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's tensors; the last dimension may differ. Each chunk announces how many bytes were still to come before it."""
@@ -296,7 +284,9 @@ class _Sum:
 
     def _advance(self, waited_ns: int, only_publish: bool = False) -> int:
         address, progress = self._work.data_ptr(), int(self._progress.ctypes.data)
-        return flags.advance_sum(self._lane.fields, self._first, address, self._count, self._width, progress, waited_ns, only_publish)
+        return flags.advance_sum(
+            self._lane.fields, self._first, address, self._count, self._width, progress, EVERYBODY, waited_ns, only_publish
+        )
 
     def publish(self) -> None:
         self._advance(0, only_publish=True)
