@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from envs.decision.detection import FailureKind
 from envs.domain.plans import LayerPlans
+from envs.domain.suggestions import unknown_name
 from runtime.torch_tp.emulation import SlowDown
+from runtime.torch_tp.overlap import POLICIES
 
 
 class GroupError(RuntimeError):
@@ -80,6 +82,9 @@ class SupervisorSettings:
     """communicator, between, wire: see `build_communicator`. buddy_kv: every rank's KV is also kept by a neighbour, so that the loss of
     one costs no second prefill: about twice the KV memory, and the neighbour's key and value projections in every step.
 
+    overlap: when steps run in two half batches, one computing while the other's sums travel: "always", "never", or "auto", which measures
+    the links of a group of several hosts at its start and tries it where their bandwidth binds (see `overlap`).
+
     listen_host: None serves local workers only; else remote ones may join there (port 0: chosen by the system).
 
     collective_deadline_s bounds one collective, step_deadline_s a whole step; both only backstops, since the watch is faster.
@@ -92,6 +97,7 @@ class SupervisorSettings:
     between: str = "tcp"
     wire: str = "float32"
     buddy_kv: bool = False
+    overlap: str = "auto"
     start_deadline_s: float = 180.0
     collective_deadline_s: float = 30.0
     step_deadline_s: float = 300.0
@@ -101,3 +107,7 @@ class SupervisorSettings:
     listen_host: str | None = None
     listen_port: int = 0
     token: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.overlap not in POLICIES:
+            raise ValueError(unknown_name("overlap policy", self.overlap, POLICIES))

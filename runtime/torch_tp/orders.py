@@ -121,6 +121,14 @@ class Switched:
 
 
 @dataclass(frozen=True, slots=True)
+class StepOrder:
+    """command: `StepCommand.to_wire`; overlaps: in two half batches."""
+
+    command: list[object]
+    overlaps: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """tokens: `steps.tokens_to_wire`, from the lowest rank only. The four times sum up to the step's; memory_stall_s: waiting for
     memory, by the model's estimate, and time off the core (pages that had to be fetched, a core that was taken). busy_s: by

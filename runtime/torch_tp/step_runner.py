@@ -25,7 +25,18 @@ from runtime.torch_tp.kv_mover import KvMover
 from runtime.torch_tp.link_probe import measure_all_reduce
 from runtime.torch_tp.liveness import Phase, Slot
 from runtime.torch_tp.model import Slice, TpModel
-from runtime.torch_tp.orders import Configuration, Loaded, LoadOrder, Prepared, PrepareOrder, ReduceOrder, StepDone, Switched, SwitchOrder
+from runtime.torch_tp.orders import (
+    Configuration,
+    Loaded,
+    LoadOrder,
+    Prepared,
+    PrepareOrder,
+    ReduceOrder,
+    StepDone,
+    StepOrder,
+    Switched,
+    SwitchOrder,
+)
 from runtime.torch_tp.profiler import OPERATIONS
 from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.resplit import kv_moves
@@ -360,10 +371,10 @@ class StepRunner:
 
     # --- steps --------------------------------------------------------------------------------------------------------------
 
-    def step(self, wire: Sequence[Any]) -> StepDone:
+    def step(self, order: StepOrder) -> StepDone:
         """Carry out a step command, in the order that `steps` states."""
         began_s, slept_s = time.perf_counter(), self._slow_down.slept_s
-        command = StepCommand.from_wire(wire)
+        command = StepCommand.from_wire(order.command)
         self._change_slots(command)
         clock = StepClock(self._slow_down, self._order.device == "cpu")
         stall_s = 0.0
@@ -371,7 +382,7 @@ class StepRunner:
         logprobs: dict[int, list[Any]] = {slot: [] for slot in command.sampled_slots}
         slices: Sequence[SliceCommand] = command.slices
         for _ in range(command.decode_steps if slices else 0):
-            sampled = self._forward(slices, clock)
+            sampled = self._forward(slices, clock, order.overlaps)
             stall_s += self.model.timings.memory_stall_s
             for slot, token, item in zip(command.sampled_slots, sampled.tokens, sampled.logprobs, strict=True):
                 chosen[slot].append(token)
@@ -417,11 +428,11 @@ class StepRunner:
             self.model.kv.grow(slot, tokens_max)
             self._room[slot] = tokens_max
 
-    def _forward(self, parts: Sequence[SliceCommand], clock: StepClock) -> SampledTokens:
+    def _forward(self, parts: Sequence[SliceCommand], clock: StepClock, overlaps: bool) -> SampledTokens:
         assert self._communicator is not None
         self._communicator.begin_step(clock)
         slices = [Slice(part.slot, part.plan_version, part.tokens, part.start, part.wants_sample) for part in parts]
-        logits = self.model.forward(slices)
+        logits = self.model.forward(slices, overlap=overlaps)
         sampled = [part for part in parts if part.wants_sample]
         if not sampled:
             return SampledTokens((), (), False)

@@ -51,9 +51,11 @@ from runtime.torch_tp.orders import (
     PrepareOrder,
     ReduceOrder,
     StepDone,
+    StepOrder,
     Switched,
     SwitchOrder,
 )
+from runtime.torch_tp.overlap import PROBE_REPEATS, PROBE_SIZES_BYTES, LinkCost, pays_in_halves
 from runtime.torch_tp.profiler import RankProfile, StepForecast, balanced_cuts, step_ratio, width_shares, work_units
 from runtime.torch_tp.protocol import PROTOCOL_VERSION, Kind, Message, ProtocolError, tokens_match, unpack
 from runtime.torch_tp.rendezvous import RendezvousProcess
@@ -158,6 +160,7 @@ class Supervisor:
         self._wake_receiver.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._drain_wake)
         self._door: FrontDoor | None = None
+        self._link_cost: LinkCost | None = None
         self._store: RendezvousProcess | None = None
         self._store_deadline_s = float("inf")
         self._started: Future[GroupChange] = Future()
@@ -179,7 +182,10 @@ class Supervisor:
             # the loop's thread starts the children, since the kernel kills them when the thread that started them ends
             self._posted.append(self._spawn_all)
             self._thread.start()
-            return self._started.result(self.settings.start_deadline_s + self.settings.configure_deadline_s)
+            change = self._started.result(self.settings.start_deadline_s + self.settings.configure_deadline_s)
+            if self.settings.overlap == "auto" and len(set(self.nodes())) > 1:
+                self._link_cost = LinkCost.fit(self.profile_all_reduce(PROBE_SIZES_BYTES, PROBE_REPEATS))
+            return change
         except (NurseryGone, TimeoutError) as error:
             self.close()
             raise GroupGone(f"the workers did not come up: {error or 'their start took too long'}") from error
@@ -833,8 +839,15 @@ class Supervisor:
     def _send_step(self, order: _Round) -> None:
         assert order.command is not None
         self._predicted_step_s = self._forecast.predict(order.command)
-        self._order(Kind.STEP, order.command.to_wire(), order.future, order.finish, self.settings.step_deadline_s, order.command.step)
+        body = StepOrder(order.command.to_wire(), self._overlaps(order.command))
+        self._order(Kind.STEP, body, order.future, order.finish, self.settings.step_deadline_s, order.command.step)
         self._rounds[Kind.DONE].command = order.command
+
+    def _overlaps(self, command: StepCommand) -> bool:
+        assert self.model_spec is not None
+        if self.settings.overlap != "auto":
+            return self.settings.overlap == "always" and len(self.members) > 1
+        return pays_in_halves(command, self.model_spec.hidden * self.model_spec.weight_number_bytes, self._link_cost)
 
     def _repeat_step(self) -> None:
         """The step that a loss cut short, once more: ranks start from where the last whole one left them, so it gives the same tokens."""

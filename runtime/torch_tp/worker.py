@@ -19,7 +19,18 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from runtime.torch_tp.liveness import BEAT_EVERY_S, Phase, ProgressPage, Slot
-from runtime.torch_tp.orders import Beat, Configuration, Configured, Failure, Hello, LoadOrder, PrepareOrder, ReduceOrder, SwitchOrder
+from runtime.torch_tp.orders import (
+    Beat,
+    Configuration,
+    Configured,
+    Failure,
+    Hello,
+    LoadOrder,
+    PrepareOrder,
+    ReduceOrder,
+    StepOrder,
+    SwitchOrder,
+)
 from runtime.torch_tp.parent_death import die_with_parent, has_parent
 from runtime.torch_tp.protocol import PROTOCOL_VERSION, FrameReader, Kind, Message, encode, receive, unpack
 
@@ -143,7 +154,7 @@ class Worker:
             runner.configure(epoch, unpack(Configuration, message.body), lambda: self.is_current(epoch))
             return Kind.CONFIGURED, Configured(time.perf_counter() - began_s)
         if message.kind is Kind.STEP:
-            return Kind.DONE, runner.step(message.body)
+            return Kind.DONE, runner.step(unpack(StepOrder, message.body))
         if message.kind is Kind.PREPARE:
             work = runner.prepare(unpack(PrepareOrder, message.body))
             # the copying in a thread of its own: steps go on meanwhile, and a fence is still heard

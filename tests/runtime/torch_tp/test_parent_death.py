@@ -97,8 +97,8 @@ ALL = list(
 QUICK = {
     (signal.SIGINT, "loading", (2, "plain")),
     (signal.SIGTERM, "idle", (4, "nursery")),
-    (signal.SIGKILL, "serving", (2, "plain")),
-    (signal.SIGKILL, "loading", (4, "nursery")),
+    (signal.SIGKILL, "serving", (4, "nursery")),
+    (signal.SIGKILL, "loading", (2, "plain")),
 }
 CASES = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in ALL]
 

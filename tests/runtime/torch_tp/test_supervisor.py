@@ -75,6 +75,15 @@ def test_two_unequal_ranks_answer_like_one(dreams, nursery, undisturbed):
         assert {timing.rank for timing in run.results[-1].timings} == {0, 1}
 
 
+def test_half_batches_give_the_same_text(dreams, nursery, undisturbed):
+    settings = replace(SETTINGS, overlap="always")
+    with Supervisor(dreams, [RankSettings(), RankSettings(speed=0.5)], settings, nursery=nursery) as supervisor:
+        supervisor.start()
+        run = generate(supervisor)
+        assert run.tokens == undisturbed[0].tokens
+        assert all(timing.compute_s > 0 and timing.communication_s > 0 for timing in run.results[-1].timings)
+
+
 @pytest.mark.fault("K20")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
@@ -244,6 +253,26 @@ def test_a_wrong_command_is_refused_and_the_group_goes_on(dreams, nursery, undis
             supervisor.step(StepCommand(1, (SliceCommand(5, "x", supervisor.plan.version, (1, 2), 0, True),)))
         assert supervisor.members == (0, 1)
         assert generate(supervisor).tokens == undisturbed[0].tokens
+
+
+def test_real_weights_whose_heads_do_not_divide_survive_a_slide_and_a_kill(smollm2, nursery):
+    """SmolLM2: 9 query and 3 KV heads over 2:1, then 1:2 with the KV of running requests, then one rank."""
+    prompts = ((1, 300, 301, 302), (1, 450, 264, 312, 266))
+    with Supervisor(smollm2, [RankSettings()], SETTINGS, nursery=nursery) as alone:
+        alone.start()
+        expected = generate(alone, prompts=prompts, max_tokens=12).tokens
+
+    def before_step(driver: Driver) -> None:
+        if driver.run.steps == 3 and not driver.run.slides:
+            driver.slide((1.0, 2.0))
+        elif driver.run.steps == 8 and len(driver.supervisor.members) == 2:
+            strike(0, signal.SIGKILL)(driver)
+
+    with group(smollm2, nursery, 1.0, 0.5) as supervisor:
+        assert supervisor.plan.layers[0].query_heads == (6, 3)
+        run = generate(supervisor, before_step, prompts=prompts, max_tokens=12)
+        assert run.tokens == expected
+        assert [slide.state.value for slide in run.slides] == ["done"] and len(run.rebuilt) == 1
 
 
 def test_controller_modules_load_no_torch():
