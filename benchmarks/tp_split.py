@@ -65,8 +65,9 @@ class StepModel:
         return cls(base_s, width_s, rest_s, slowness)
 
     def pass_s(self, shares: FloatArray) -> float:
-        """shares: (ranks, operations)."""
-        return float((self.factors[:, None] * (self.base_s + self.width_s * shares)).max(axis=0).sum()) + self.rest_s
+        """shares: (ranks, operations). A rank of no width in an operation has nothing to do there."""
+        busy_s = self.factors[:, None] * (self.base_s + self.width_s * shares)
+        return float(np.where(shares > 0, busy_s, 0.0).max(axis=0).sum()) + self.rest_s
 
     def exact_shares(self) -> FloatArray:
         """Widths, in any fraction, at which all ranks with work end at once: the best for each operation."""
