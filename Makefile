@@ -33,6 +33,7 @@ venv: $(STAMP)
 # model file inside is used.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is %d.%d; Ballast needs 3.11 or newer: make PYTHON=python3.11" % sys.version_info[:2])'
+	@echo "installing into $(VENV), once: a few minutes, and about 2 GB to download where torch has no CPU build at hand"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[train,serve,dev]'

@@ -35,8 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
     from rich.console import Console
 
-    from agents.experiment import AGENTS, Experiment
+    from agents.experiment import AGENTS, DEFAULT_PPO, Experiment
     from agents.experiment_config import load_experiment
+    from agents.provenance import command_line
     from agents.report import print_table
     from agents.worker_processes import end_workers
 
@@ -49,14 +50,22 @@ def main(arguments: list[str] | None = None) -> int:
             config = config.model_copy(update={"seed": options.seed})
         agents = AGENTS if options.agent == "all" else (options.agent,)
         if options.decisions is not None:
+            settings = {agent: DEFAULT_PPO[agent] | config.ppo.get(agent, {}) for agent in agents}
+            is_shortened = config.shortened or any(options.decisions < found["total_decisions"] for found in settings.values())
             ppo = {agent: config.ppo.get(agent, {}) | {"total_decisions": options.decisions} for agent in agents}
-            config = config.model_copy(update={"ppo": config.ppo | ppo})
+            config = config.model_copy(update={"ppo": config.ppo | ppo, "shortened": is_shortened})
         run_dir = options.run_dir or Path("runs") / f"{config.name}-{datetime.now():%Y%m%d-%H%M%S}"
         if options.resume and not run_dir.is_dir():
             raise ValueError(f"--resume: {run_dir} is not a directory; name the interrupted run with --run-dir")
         if not options.resume and run_dir.exists() and any(run_dir.iterdir()):
             raise ValueError(f"--run-dir {run_dir} is not empty; name a new directory or pass --resume")
-        experiment = Experiment(config, run_dir, console, options.processes)
+        flags = {
+            "--experiment": options.experiment,
+            "--agent": None if options.agent == "all" else options.agent,
+            "--seed": options.seed,
+            "--decisions": options.decisions,
+        }
+        experiment = Experiment(config, run_dir, console, options.processes, command_line("python train.py", flags))
         experiment.check(agents)
     except ValueError as error:
         print(f"train.py: {error}", file=sys.stderr)

@@ -20,6 +20,7 @@ from agents.evaluation import FALLBACKS
 from agents.evaluation_file import KEY_BYTES_MIN, EvaluationFile, bundle_digests
 from agents.experiment_config import ExperimentConfig, load_experiment
 from agents.policy_bundle import BundleSchema, load_bundle
+from agents.provenance import command_line
 from agents.report import EvaluationResults, comparisons, print_table
 from agents.worker_processes import end_workers
 from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
@@ -105,7 +106,9 @@ def configured(options: argparse.Namespace) -> tuple[ExperimentConfig, dict[str,
         if value is not None and not value > 0:
             raise ValueError(f"{flag} {value} must be positive")
     if options.worlds is not None:
-        config = config.model_copy(update={"compare": config.compare.model_copy(update={"test_worlds": options.worlds})})
+        is_shortened = config.shortened or options.worlds < config.compare.test_worlds
+        compare = config.compare.model_copy(update={"test_worlds": options.worlds})
+        config = config.model_copy(update={"compare": compare, "shortened": is_shortened})
     if options.all_heuristics and options.heuristic:
         raise ValueError("--all-heuristics and --heuristic exclude each other; give one of them")
     config = with_heuristics(config, options.heuristic, options.all_heuristics)
@@ -126,6 +129,20 @@ def evaluation_file(config: ExperimentConfig, results: EvaluationResults, bundle
     return EvaluationFile(config.name, asdict(results), tuple(rows), {kind: bundle_digests(path) for kind, path in bundles.items()})
 
 
+def command_of(options: argparse.Namespace) -> str:
+    """The line that makes this evaluation again."""
+    flags = {
+        "--experiment": options.experiment,
+        "--bundle": options.bundle,
+        "--heuristic": options.heuristic,
+        "--all-heuristics": options.all_heuristics,
+        "--worlds": options.worlds,
+        "--seed": options.seed,
+        "--load-one": options.load_one,
+    }
+    return command_line("python -m agents.evaluate", flags)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0 finished, 1 interrupted, 2 bad input."""
     options = parse(arguments)
@@ -140,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
         output = options.output or Path("runs") / f"evaluation-{config.name}-{datetime.now():%Y%m%d-%H%M%S}.json"
         if output.exists():
             raise ValueError(f"--output {output} exists; name a new file")
-        experiment = Experiment(config, output.parent, console, options.processes)
+        experiment = Experiment(config, output.parent, console, options.processes, command_of(options))
         experiment.check(())
     except ValueError as error:
         print(f"evaluate: {error}", file=sys.stderr)

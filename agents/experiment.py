@@ -6,28 +6,34 @@ The best heuristic of each kind is chosen on validation worlds and never on test
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from agents import heuristics
+from agents.capability_table import capability_rows
+from agents.checkpoints import replace_file
 from agents.cross_entropy import tune_linear_score
 from agents.evaluation import Contestant, WorldRunner, load_one
 from agents.experiment_config import ExperimentConfig
 from agents.export import export_bundle
+from agents.mixed_traffic import mixed_traffic
 from agents.policy_bundle import BundleSchema
 from agents.ppo_training import PpoSettings, RolloutProgress, TrainedPolicy, train_ppo
 from agents.provenance import provenance
-from agents.report import EvaluationResults, write_report
+from agents.report import RESULTS_FILE, EvaluationResults, write_report
+from agents.row_classes import class_shares, with_classes
 from envs.cluster.warm_up import compile_kernels
 from envs.cluster.world import WorldSpec
 from envs.decision.actions import Decision, Scheduler
+from envs.decision.candidate_bounds import too_many_candidates
 from envs.decision.objective import smallest_limit_multiplier
 from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
 from envs.scenario.cluster_file import load_cluster
@@ -38,6 +44,7 @@ from envs.traces.trace_table import TraceTable
 from envs.unloaded import unloaded_times
 from envs.world_sampler import WorldSampler
 
+EXPERIMENT_FILE = "experiment.yaml"
 CEILING = "clairvoyant (unreachable)"
 REFERENCE = "net_utility"  # the strongest closed-form router on every validation set so far; it defines load 1.0
 AGENTS: tuple[str, ...] = ("route", "split", "rebalance")
@@ -113,11 +120,14 @@ class Best:
 class Experiment:
     """One run of an experiment file in `run_dir`; call the stages in order or `run()` for all."""
 
-    def __init__(self, config: ExperimentConfig, run_dir: Path, console: Console, processes: int = 2) -> None:
+    def __init__(self, config: ExperimentConfig, run_dir: Path, console: Console, processes: int = 2, command: str = "") -> None:
+        """command: the line that makes this run again; results and reports name it."""
         self.config = config
+        self.command = command
         self.run_dir = run_dir
         self.console = console
-        self.say(f"kernels compiled or read from disk in {compile_kernels():.1f} CPU s")  # once, before worker processes start
+        self.say("compiling kernels: a minute or two on the first run, seconds afterwards")
+        self.say(f"kernels ready after {compile_kernels():.1f} CPU s")  # once, before worker processes start
         self.runner = WorldRunner(processes)
         self.trace = self._load_trace()
         self.best = Best()
@@ -145,9 +155,9 @@ class Experiment:
             if rows is None:
                 raise ValueError(f"max_candidates: no size for {agent}; name every agent that is trained")
             for cluster in self.sampler.clusters:
-                candidates = len(cluster.groups) + 2  # hold and refuse
-                if agent in ("route", "joint") and candidates > rows:
-                    raise ValueError(f"max_candidates.{agent}={rows}: {cluster.name} has {candidates} in a route decision; raise it")
+                ranks = [len(group.ranks) for group in cluster.groups]
+                if problem := too_many_candidates(cluster.name, _asked(agent), ranks, sum(cluster.parked), rows):
+                    raise ValueError(f"max_candidates.{agent}={rows}: {problem}")
         choice = self.config.trace
         for name, window_s in (("train_s", choice.train_s), ("validation_s", choice.validation_s), ("test_s", choice.test_s)):
             first, last = np.searchsorted(self.trace.arrival_s, window_s)
@@ -169,14 +179,20 @@ class Experiment:
     def run(self, agents: Sequence[str] = AGENTS, resume: bool = False) -> EvaluationResults:
         """All stages; returns the results that the report shows."""
         begin = time.monotonic()
+        self.write_config()
         self.find_load()
         self.choose_heuristics()
         bundles = {agent: self.train(agent, resume) for agent in agents}
         results = self.evaluate(bundles)
         write_report(results, self.run_dir / "report.html")
-        (self.run_dir / "results.json").write_text(results.to_json(), encoding="utf-8")
+        replace_file(self.run_dir / RESULTS_FILE, results.to_json().encode())
         self.say(f"finished in {(time.monotonic() - begin) / 60:.1f} min")
         return results
+
+    def write_config(self) -> None:
+        """Write the whole configuration, defaults and flags included, as an experiment file that can be run again."""
+        text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
+        replace_file(self.run_dir / EXPERIMENT_FILE, text.encode())
 
     def find_load(self, load_one_scale: float | None = None) -> None:
         """Load 1.0 by bisection on validation worlds (unless given as a rate scale), then the validation and test worlds."""
@@ -226,14 +242,16 @@ class Experiment:
     def train(self, agent: str, resume: bool = False) -> Path:
         """Train one agent, export its bundle; returns the bundle's directory."""
         config = self.config
-        asked: tuple[Decision, ...] = ALL_DECISIONS if agent == "joint" else (agent,)  # type: ignore[assignment]
+        asked = _asked(agent)
         settings = self._ppo_settings(agent)
         env_settings = EnvSettings(
             asked=asked, max_candidates=config.max_candidates[agent], discount_per_s=config.discount_per_s,
             lateness_price=config.lateness_price, shaping=config.shaping,
         )  # fmt: skip
         scales = tuple(load * self.load_one for load in config.worlds.train_load)
-        worlds = replace(self._window(config.trace.train_s, "train"), rate_scales=scales)
+        worlds = replace(
+            self._window(config.trace.train_s, "train"), rate_scales=scales, report_delays_s=config.worlds.train_report_delay_s
+        )
         companions = Companions(self.best.without(asked))
         factories = [partial(make_training_env, worlds, companions, env_settings)] * config.training_environments
         run_dir = self.run_dir / agent
@@ -269,8 +287,19 @@ class Experiment:
             learned=tuple(name for name in policies if name.startswith("ppo")),
             learning_curve=self._learning_curve(),
             notes=tuple(self._notes()),
+            capability=capability_rows(self.sampler.clusters, self.trace, policies[self._route_name()]),
             provenance=provenance(self.config.model_dump(), self.config.seed),
+            validation=self.best.scores,
+            counterparts=self._counterparts(policies),
+            command=self.command,
+            is_shortened=self.config.shortened,
         )
+
+    def _counterparts(self, policies: Collection[str]) -> dict[str, str]:
+        """Learned policy -> the row in which the best heuristics answer the same kinds of decision."""
+        split, rebalance = f"split:{self.best.split}", f"rebalance:{self.best.rebalance}"
+        pairs = {"ppo_split": split, "ppo_rebalance": rebalance, "ppo_together": rebalance, "ppo_joint": rebalance}
+        return {learned: name for learned, name in pairs.items() if learned in policies and name in policies}
 
     def _learning_curve(self) -> tuple[dict[str, float], ...]:
         """Validation goodput over training decisions of the router (or the joint agent)."""
@@ -290,9 +319,17 @@ class Experiment:
 
     def _load_trace(self) -> TraceTable:
         choice = self.config.trace
-        table = load_trace(choice.name, choice.format) if _is_file(choice.name) else default_trace(choice.name)
-        label = "SYNTHETIC twin" if table.synthetic else "real trace"
-        self.say(f"traffic: {choice.name} ({label}): {len(table.arrival_s):,} requests over {table.arrival_s[-1]:,.0f} s")
+        if choice.parts:
+            table = mixed_traffic(choice.parts, self.config.classes.source, self.config.seed)
+            table = with_classes(table, mapping=self.config.classes.map)
+        else:
+            table = load_trace(choice.name, choice.format) if _is_file(choice.name) else default_trace(choice.name)
+            table = with_classes(table, self.config.classes.source, self.config.classes.map)
+        label = "real trace"
+        if table.synthetic:
+            label = "holds SYNTHETIC requests" if choice.parts else "SYNTHETIC twin"
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in class_shares(table).items())
+        self.say(f"traffic: {choice.name} ({label}): {len(table.arrival_s):,} requests over {table.arrival_s[-1]:,.0f} s; {shares}")
         return table
 
     def _sampler(self) -> WorldSampler:
@@ -398,6 +435,11 @@ class Experiment:
 
     def _bar(self) -> Progress:
         return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self.console)
+
+
+def _asked(agent: str) -> tuple[Decision, ...]:
+    """The decisions that an agent answers."""
+    return ALL_DECISIONS if agent == "joint" else (agent,)  # type: ignore[return-value]
 
 
 def _is_file(name: str) -> bool:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError, field_validator, model_validator
 
+from agents.mixed_traffic import TracePart
+from agents.row_classes import ClassSource
 from envs.cluster.world import WorldOptions
 from envs.domain.suggestions import unknown_name
+from envs.scenario.scenario_error import shown
+from envs.scenario.validation import key_path, keys_at
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
+AGENT_NAMES = ("route", "split", "rebalance", "joint")
+_WORLD_OPTIONS = tuple(entry.name for entry in fields(WorldOptions))
 
 
 class ExperimentError(ValueError):
@@ -20,10 +29,12 @@ class ExperimentError(ValueError):
 
 
 class TraceChoice(BaseModel, extra="forbid"):
-    """Traffic. `windows_s` are (start, end) seconds in the trace's own time; they must not overlap."""
+    """Traffic: a named trace or a file, or `parts` laid over one another (then `name` is only what tables call them).
+    Windows are (start, end) seconds in the trace's own time; they must not overlap."""
 
     name: str = "azure-conv"
     format: str | None = None
+    parts: list[TracePart] = []
     train_s: tuple[float, float] = (0.0, 2100.0)
     validation_s: tuple[float, float] = (2100.0, 2700.0)
     test_s: tuple[float, float] = (2700.0, 3510.0)
@@ -40,6 +51,15 @@ class TraceChoice(BaseModel, extra="forbid"):
         return self
 
 
+class ClassChoice(BaseModel, extra="forbid"):
+    """Classes of the rows. source: trace (a row's label where it has one, else the class of its trace, DESIGN section 8),
+    label (every row must have one) or classifier (label, else from features known at arrival).
+    map: class to class, afterwards, e.g. {chat: code}."""
+
+    source: ClassSource = "trace"
+    map: dict[str, str] = {}
+
+
 class WorldChoice(BaseModel, extra="forbid"):
     """Worlds. `train_load` and `test_load` are shares of load 1.0 (DESIGN section 8), which is found by bisection."""
 
@@ -49,7 +69,30 @@ class WorldChoice(BaseModel, extra="forbid"):
     test_load: tuple[PositiveFloat, PositiveFloat] = (0.7, 1.15)
     fault_factor: tuple[float, float] = (0.0, 2.0)
     limit_multiplier: PositiveFloat | None = Field(None, description="None: the smallest integer that the median group can meet")
-    options: dict[str, Any] = {}
+    train_report_delay_s: tuple[float, float] = Field((0.0, 0.1), description="range over training worlds; others: options.report_delay_s")
+    options: dict[str, Any] = Field({}, description="fields of envs.cluster.world.WorldOptions")
+
+    @field_validator("options")
+    @classmethod
+    def _options_are_of_a_world(cls, options: dict[str, Any]) -> dict[str, Any]:
+        made = _world_options(options)
+        return {name: getattr(made, name) for name in options}
+
+
+def _world_options(options: Mapping[str, Any]) -> WorldOptions:
+    """The options of a world. Raises ValueError, one line, for an unknown name or a value of another type or out of range."""
+    for name in options:
+        if name not in _WORLD_OPTIONS:
+            raise ValueError(unknown_name("world option", str(name), _WORLD_OPTIONS))
+    if "limit_multiplier" in options:
+        raise ValueError("limit_multiplier is a key of `worlds` itself; move it there")
+    try:
+        # as JSON: lists for tuples and whole numbers for floats pass, text for a number or true for 1 does not
+        return TypeAdapter(WorldOptions).validate_json(json.dumps(options, default=str), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where, said = key_path(first["loc"]), first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{where}: {shown(first['input'])} refused, {said[0].lower()}{said[1:]}" if where else said) from error
 
 
 class CompareChoice(BaseModel, extra="forbid"):
@@ -80,8 +123,10 @@ class ExperimentConfig(BaseModel, extra="forbid"):
     `max_candidates` is the padded size of each agent's decisions (a router needs its groups + 2)."""
 
     name: str = "default"
+    shortened: bool = Field(False, description="a look at the stages or a cut run: tables and reports say so")
     seed: int = Field(1, ge=0)
     trace: TraceChoice = TraceChoice()
+    classes: ClassChoice = ClassChoice()
     worlds: WorldChoice = WorldChoice()
     compare: CompareChoice = CompareChoice()
     tune: TuneChoice = TuneChoice()
@@ -92,8 +137,25 @@ class ExperimentConfig(BaseModel, extra="forbid"):
     training_environments: PositiveInt = 6
     ppo: dict[str, dict[str, Any]] = {}
 
+    @field_validator("ppo", "max_candidates")
+    @classmethod
+    def _agents_are_known(cls, by_agent: dict[str, Any]) -> dict[str, Any]:
+        for name in by_agent:
+            if name not in AGENT_NAMES:
+                raise ValueError(unknown_name("agent", name, AGENT_NAMES))
+        return by_agent
+
     def world_options(self) -> WorldOptions:
-        return WorldOptions(**self.worlds.options)
+        return _world_options(self.worlds.options)
+
+
+def _problem(fault: Any) -> str:
+    """pydantic's first complaint as `key: what is wrong (got value)`."""
+    location = fault["loc"]
+    where = key_path(location) or "file"
+    if fault["type"] == "extra_forbidden":
+        return f"{where}: " + unknown_name("key", str(location[-1]), keys_at(ExperimentConfig, location[:-1]))
+    return f"{where}: {fault['msg'].removeprefix('Value error, ')} (got {shown(fault['input'])})"
 
 
 def load_experiment(name_or_path: str) -> ExperimentConfig:
@@ -106,14 +168,8 @@ def load_experiment(name_or_path: str) -> ExperimentConfig:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         if not isinstance(content, dict):
             raise ExperimentError(f"{path}: expected keys and values, found {type(content).__name__}")
-        config = ExperimentConfig(**content)
-        config.world_options()
-        return config
+        return ExperimentConfig.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ExperimentError(f"{path}: {where or 'file'}: {first['msg']} (got {first.get('input')!r})") from error
+        raise ExperimentError(f"{path}: {_problem(error.errors(include_url=False, include_context=False)[0])}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ExperimentError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from error
-    except TypeError as error:
-        raise ExperimentError(f"{path}: worlds.options: {error}") from error

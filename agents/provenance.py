@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import shlex
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,24 @@ def provenance(config: dict[str, Any], seed: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
     }
+
+
+def command_line(program: str, flags: Mapping[str, object]) -> str:
+    """`program --flag value ...` for publication: flags that are None or False are left out, lists repeat their flag, and of an
+    absolute path, alone or behind `KIND=`, only the last part stands: the rest is the machine's own."""
+    words = program.split()
+    for flag, value in flags.items():
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if item is True:
+                words.append(flag)
+            elif item is not None and item is not False:
+                words += [flag, _without_folder(str(item))]
+    return shlex.join(words)
+
+
+def _without_folder(text: str) -> str:
+    kind, separator, path = text.rpartition("=")
+    return f"{kind}{separator}{Path(path).name if Path(path).is_absolute() else path}"
 
 
 def _version(name: str) -> str | None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from agents.checkpoints import replace_file
 from agents.statistics import Interval, bootstrap_interval, iqm_difference, mean_difference, probability_of_improvement
+from envs.decision.capability import FEATURES, STATIC_FEATURES
 
 WorldSummary = Mapping[str, Any]
 """One policy in one world: {"goodput": float, "per_class": {name: {"goodput": float | None, "count": int}},
@@ -24,6 +25,8 @@ WorldSummary = Mapping[str, Any]
 "parts_mean_s": {part: s}, "decisions_per_s": float | None, and optionally "ttft_quantiles_s": 101 numbers or None, the
 0 to 100 % quantiles with failures at the worst value}. None: nothing was measured."""
 
+RESULTS_FILE = "results.json"
+"""Name of the results in a run's directory."""
 PERCENTILES = ("p50", "p95", "p99")
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 
@@ -32,7 +35,10 @@ LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 class EvaluationResults:
     """What an evaluation found. Every policy has one summary per world, the worlds in the same order for all.
 
-    `best_heuristic` was chosen on validation worlds, before these. `learning_curve`: rows with `decisions` and a score.
+    `best_heuristic` was chosen on validation worlds, before these; `validation`: goodput there, by heuristic.
+    `counterparts`: learned policy -> the best heuristic that answers the same kinds of decision (default: `best_heuristic`).
+    `learning_curve`: rows with `decisions` and a score. `command`: what makes these results again. `is_shortened`: a look, not a result.
+    `capability`: profiles of devices and groups, rows of `agents.capability_table`.
     """
 
     trace_name: str
@@ -44,7 +50,12 @@ class EvaluationResults:
     learning_curve: tuple[dict[str, float], ...] = ()
     score_name: str = "validation goodput"
     notes: tuple[str, ...] = ()
+    capability: tuple[dict[str, Any], ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
+    counterparts: dict[str, str] = field(default_factory=dict)
+    command: str = ""
+    is_shortened: bool = False
 
     def __post_init__(self) -> None:
         if not self.policies or not self.world_names:
@@ -52,7 +63,7 @@ class EvaluationResults:
         for name, worlds in self.policies.items():
             if len(worlds) != len(self.world_names):
                 raise ValueError(f"policy {name!r} has {len(worlds)} worlds, there are {len(self.world_names)}; all meet the same worlds")
-        for name in (self.best_heuristic, *self.learned):
+        for name in (self.best_heuristic, *self.learned, *self.counterparts, *self.counterparts.values()):
             if name not in self.policies:
                 raise ValueError(f"policy {name!r} has no results; known: {', '.join(sorted(self.policies))}")
 
@@ -71,7 +82,7 @@ class EvaluationResults:
         known = {entry.name for entry in fields(cls)}
         if not isinstance(values, dict) or set(values) - known:
             raise ValueError(f"evaluation results must be an object of {', '.join(sorted(known))}")
-        for name in ("world_names", "learned", "learning_curve", "notes"):
+        for name in ("world_names", "learned", "learning_curve", "notes", "capability"):
             values[name] = tuple(values.get(name, ()))
         values["policies"] = {name: tuple(worlds) for name, worlds in values.get("policies", {}).items()}
         try:
@@ -91,6 +102,7 @@ class PolicyRow:
     counts: dict[str, int]
     parts_mean_s: dict[str, float]
     decisions_per_s: float | None
+    reasons: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +118,11 @@ class Comparison:
 def _mean(values: Sequence[float | None]) -> float | None:
     present = [value for value in values if value is not None]
     return float(np.mean(present)) if present else None
+
+
+def _totals(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    names = sorted({name for row in counts for name in row})
+    return {name: sum(int(row.get(name, 0)) for row in counts) for name in names}
 
 
 def table_rows(results: EvaluationResults, rng: np.random.Generator) -> list[PolicyRow]:
@@ -127,6 +144,7 @@ def table_rows(results: EvaluationResults, rng: np.random.Generator) -> list[Pol
                 counts={key: sum(int(world["counts"].get(key, 0)) for world in worlds) for key in outcomes},
                 parts_mean_s={key: _mean([world.get("parts_mean_s", {}).get(key) for world in worlds]) or 0.0 for key in parts},
                 decisions_per_s=_mean([world.get("decisions_per_s") for world in worlds]),
+                reasons=_totals([world.get("failure_reasons", {}) for world in worlds]),
             )
         )
     return sorted(rows, key=lambda row: -row.goodput.estimate)
@@ -246,7 +264,7 @@ def print_table(results: EvaluationResults, console: Any = None, rng: np.random.
     rows = table_rows(results, generator)
     names = [row.name + (" *" if row.name == results.best_heuristic else "") for row in rows]
     requests = sum(rows[0].counts.values())
-    synthetic = ", SYNTHETIC trace" if results.is_synthetic else ""
+    synthetic = (", SYNTHETIC trace" if results.is_synthetic else "") + (", SHORTENED run" if results.is_shortened else "")
     output.print(
         f"{results.trace_name}: {len(results.world_names)} worlds, {requests:,} requests for each policy{synthetic}",
         markup=False, highlight=False, soft_wrap=True,
@@ -299,6 +317,8 @@ def _page(results: EvaluationResults, rows: Sequence[PolicyRow], compared: Seque
         if results.is_synthetic
         else ""
     )
+    if results.is_shortened:
+        banner += '<p class="banner">Shortened run: fewer decisions, worlds or requests than a result needs.</p>'
     sentences = headline(results, compared) or ["No learned policy was evaluated."]
     body = [
         f"<h1>{title}</h1><p>{len(results.policies)} policies, {len(results.world_names)} worlds, the same worlds for all.</p>",
@@ -310,10 +330,17 @@ def _page(results: EvaluationResults, rows: Sequence[PolicyRow], compared: Seque
         '<p class="note">Goodput: weighted share of requests that met every limit of their class, mean over worlds with a '
         "95 % bootstrap interval by world. Percentiles are means over worlds of each world's percentile, failed requests at the "
         "worst value; a dash means nothing was measured. Refused, requests and other ends are totals.</p>",
+        *_reasons_section(rows),
         f"<h2>Difference to {html.escape(results.best_heuristic)}</h2>",
         _comparison_table(compared),
         *(f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>" for caption, svg in figures),
     ]
+    if results.capability:
+        body += [
+            "<h2>Devices and groups</h2>",
+            _capability_table(results.capability),
+            f'<p class="note">{html.escape(CAPABILITY_NOTE)}</p>',
+        ]
     if results.provenance:
         text = html.escape(json.dumps(results.provenance, indent=1, default=str))
         body.append(f"<details><summary>Where this came from</summary><pre>{text}</pre></details>")
@@ -335,6 +362,16 @@ def _results_table(results: EvaluationResults, rows: Sequence[PolicyRow]) -> str
     return _html_table(table_header(rows), lines)
 
 
+def _reasons_section(rows: Sequence[PolicyRow]) -> list[str]:
+    """Requests without an answer by reason, where there are any."""
+    reasons = sorted({name for row in rows for name in row.reasons})
+    if not reasons:
+        return []
+    lines = [("", (row.name, *(str(row.reasons.get(name, 0)) for name in reasons))) for row in rows]
+    note = "scheduler: the policy refused; queue_full: its group had no slot; class_refused: its class's breaker was open."
+    return ["<h2>Not served, by reason</h2>", _html_table(("policy", *reasons), lines), f'<p class="note">{note}</p>']
+
+
 def _comparison_table(compared: Sequence[Comparison]) -> str:
     header = ("policy", "mean difference, points", "interquartile mean, points", "share of worlds better, %")
     lines = [
@@ -348,5 +385,35 @@ def _comparison_table(compared: Sequence[Comparison]) -> str:
             ),
         )
         for row in compared
+    ]
+    return _html_table(header, lines)
+
+
+CAPABILITY_NOTE = (
+    "Capability profile: rates in logs, standardised over the catalogue (0 is its geometric mean, +1 one spread above); a group's "
+    "rates are its ranks' together, its link the slowest. step_time: measured steps of the slowest rank against the declared "
+    "ones, mean over the test worlds (+1 is 25 % slower). Ranks: by what prefill (compute) and decode (bandwidth) are bound by. "
+    "suits: cosine of the group with what the class's median request needs, both relative to the cluster's and the classes' mean."
+)
+
+
+def _capability_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Profiles of devices and groups: static features and measured steps, two rankings, affinities."""
+    classes = sorted({name for row in rows for name in row["affinity"]})
+    shown = [(index, name) for index, name in enumerate(FEATURES) if name in STATIC_FEATURES or name == "step_time"]
+    header = ["", "cluster", *(name for _, name in shown), "prefill rank", "decode rank", *(f"suits {name}" for name in classes)]
+    lines = [
+        (
+            "",
+            (
+                f"{row['kind']} {row['name']}",
+                row["cluster"],
+                *(f"{row['vector'][index]:+.2f}" for index, _ in shown),
+                str(row["prefill_rank"]),
+                str(row["decode_rank"]),
+                *("–" if name not in row["affinity"] else f"{row['affinity'][name]:+.2f}" for name in classes),
+            ),
+        )
+        for row in rows
     ]
     return _html_table(header, lines)

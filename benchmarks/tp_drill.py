@@ -101,7 +101,7 @@ class Drill:
     """Keeps `width` requests in flight on an engine and compares every answer with its reference."""
 
     def __init__(
-        self, engine: Engine, references: Sequence[Reference], rng: random.Random, width: int = 6, deadline_s: float = 120.0
+        self, engine: Engine, references: Sequence[Reference], rng: random.Random, width: int = 6, deadline_s: float = 600.0
     ) -> None:
         self.findings = Findings()
         self._engine = engine
@@ -186,9 +186,8 @@ class Drill:
     def strike(self, kind: str, pause_s: float = 0.0) -> None:
         """Hurt a random member, or change the split; a sole survivor is left alone until somebody has come back."""
         time.sleep(pause_s)
-        supervisor = self._engine.supervisor
-        until(lambda: len(supervisor.members) > 1 or not self._engine.is_serving, self._deadline_s)
-        members = supervisor.members
+        until(lambda: len(self._engine.supervisor.members) > 1 or not self._engine.is_serving, self._deadline_s)
+        members = self._engine.supervisor.members
         if not self._engine.is_serving:
             raise RuntimeError("the engine no longer serves")
         self.findings.strikes[kind] += 1
@@ -198,14 +197,14 @@ class Drill:
             except (GroupError, ValueError) as error:  # a rank was lost meanwhile, or came back
                 self.findings.strikes[f"slide not done: {type(error).__name__}"] += 1
             return
-        changes = len(supervisor.changes)
+        changes = self._engine.measured().rebuilds
         worker = self._rng.choice(members)
         struck_s = time.monotonic()
         if not self._hurt(worker, kind):
             self.findings.strikes[f"{kind} found nobody"] += 1
             return
-        until(lambda: len(supervisor.changes) > changes or not self._engine.is_serving, self._deadline_s)
-        rebuilt_s = supervisor.changes[-1].rebuilt_s
+        until(lambda: self._engine.measured().rebuilds > changes or not self._engine.is_serving, self._deadline_s)
+        rebuilt_s = self._engine.changes[-1].rebuilt_s
         with self._moved:
             self._moved.wait_for(lambda: self._last_token_s > rebuilt_s, self._deadline_s)
             self.findings.stood_still_s.append(self._last_token_s - struck_s)
@@ -228,7 +227,7 @@ def until(condition: Callable[[], bool], deadline_s: float) -> None:
 def run_strikes(options: argparse.Namespace) -> list[Bar]:
     rng = random.Random(options.seed)
     ranks = [RankSettings(speed=1.0 / (1 + index % 3)) for index in range(options.ranks)]
-    settings = EngineSettings(kv_tokens_max=options.kv_tokens, slots_max=8, with_text=False, wait_deadline_s=120.0)
+    settings = EngineSettings(kv_tokens_max=options.kv_tokens, slots_max=8, with_text=False, wait_deadline_s=600.0)
     with Engine.start(options.model, ranks, settings) as engine:
         config = engine.config
         asked = requests_of(rng, options.references, config.context_tokens, config.vocabulary, options.max_tokens)

@@ -194,9 +194,7 @@ def fit_measured(name: str, data: Path, done: dict[str, Fitted], rng: np.random.
     if entry.attention is not None:
         prefill_rows, decode_rows = entry.attention(data)
         decode, found = _fit_attention_family(decode_rows, peaks.memory_bytes_per_s, "decode_attention", None, rng)
-        prefill, found_prefill = _fit_attention_family(
-            prefill_rows, peaks.flop_per_s, "prefill_attention", decode.overhead_s, rng
-        )
+        prefill, found_prefill = _fit_attention_family(prefill_rows, peaks.flop_per_s, "prefill_attention", decode.overhead_s, rng)
         errors |= found | found_prefill
         provenance["attention"] = _provenance(entry.attention_source, len(prefill_rows) + len(decode_rows), entry.gpu)
     else:
@@ -223,9 +221,7 @@ def _scaled_elementwise(source: Kernels, peaks: Peaks) -> tuple[float, float]:
     return alpha_s, beta * source.peaks.memory_bytes_per_s / peaks.memory_bytes_per_s
 
 
-def _with_collectives_and_step(
-    name: str, data: Path, done: dict[str, Fitted], rng: np.random.Generator, fitted: Fitted
-) -> Fitted:
+def _with_collectives_and_step(name: str, data: Path, done: dict[str, Fitted], rng: np.random.Generator, fitted: Fitted) -> Fitted:
     """Add all-reduce (in one host, across nodes) and the host's part of a step to `fitted`."""
     entry = MEASURED[name]
     provenance, borrowed, errors = dict(fitted.provenance), dict(fitted.borrowed), dict(fitted.errors)
@@ -240,9 +236,7 @@ def _with_collectives_and_step(
         cross_node, found = fit_cross_node(data, entry.network, rng)
         errors |= found
         held = int(found["all_reduce_cross_node"]["rows"])
-        provenance["all_reduce_cross_node"] = _provenance(
-            "vidur", held, f"held out of {entry.network}, NCCL, twice as many fitted"
-        )
+        provenance["all_reduce_cross_node"] = _provenance("vidur", held, f"held out of {entry.network}, NCCL, twice as many fitted")
     kernels = replace(fitted.kernels, all_reduce={ranks: row[:2] for ranks, row in all_reduce.items()})
     eager: EagerFit | None = None
     if entry.splitwise:

@@ -90,9 +90,7 @@ class GemmFit:
 def roofline_s(gemms: LayerGemms, peaks: Peaks, compute_efficiency: float, memory_efficiency: float) -> FloatArray:
     """max(FLOP bound, weight-reading bound) of every op, shape (rows, ops)."""
     weight_bytes = NUMBER_BYTES * gemms.flop / (2.0 * gemms.tokens[:, None])
-    return np.maximum(
-        gemms.flop / (peaks.flop_per_s * compute_efficiency), weight_bytes / (peaks.memory_bytes_per_s * memory_efficiency)
-    )
+    return np.maximum(gemms.flop / (peaks.flop_per_s * compute_efficiency), weight_bytes / (peaks.memory_bytes_per_s * memory_efficiency))
 
 
 def fit_gemm(

@@ -51,9 +51,7 @@ class LayerGemms:
     unit: npt.NDArray[np.object_]
 
     def rows(self, chosen: npt.NDArray[np.bool_]) -> LayerGemms:
-        return LayerGemms(
-            self.tokens[chosen], self.flop[chosen], self.bytes_moved[chosen], self.measured_s[chosen], self.unit[chosen]
-        )
+        return LayerGemms(self.tokens[chosen], self.flop[chosen], self.bytes_moved[chosen], self.measured_s[chosen], self.unit[chosen])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +83,7 @@ def gemm_work(m: FloatArray, n: FloatArray, k: FloatArray) -> tuple[FloatArray, 
     return 2.0 * m * n * k, NUMBER_BYTES * (m * k + k * n + m * n)
 
 
-def layer_shapes(
-    hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, gated: bool, tp: int
-) -> list[tuple[float, float]]:
+def layer_shapes(hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, gated: bool, tp: int) -> list[tuple[float, float]]:
     """(n, k) of the QKV, output, up (with gate) and down GEMMs of one rank; KV heads are copied where tp exceeds them."""
     query, kv = heads * head_dim / tp, max(kv_heads / tp, 1.0) * head_dim
     width = mlp / tp

@@ -243,9 +243,7 @@ def fit_helix(rows: pd.DataFrame, peaks: Peaks, rng: np.random.Generator) -> Hel
     def errors(theta: FloatArray) -> FloatArray:
         return np.asarray((weight * np.log(layer_s(theta) / measured))[fitted])
 
-    theta = least_squares(
-        errors, x0=[0.5, 0.75, 1.0], bounds=([0.05, 0.05, 0.0], [1.1, 1.1, 100.0]), loss="soft_l1", f_scale=0.1
-    ).x
+    theta = least_squares(errors, x0=[0.5, 0.75, 1.0], bounds=([0.05, 0.05, 0.0], [1.1, 1.1, 100.0]), loss="soft_l1", f_scale=0.1).x
     roof = layer_s(np.array([theta[0], theta[1], 0.0]))
     left = np.maximum(measured - theta[2] * 1e-9 * kv_bytes, 0.2 * measured)
     share = (roof / (roof + theta[2] * 1e-9 * kv_bytes)) ** 2

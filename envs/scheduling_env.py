@@ -27,11 +27,15 @@ from gymnasium import spaces
 from envs.cluster.cluster_process import ClusterProcess
 from envs.cluster.world import WorldSpec
 from envs.decision.actions import Decision, DecisionPoint, Scheduler
+from envs.decision.candidate_bounds import too_many_candidates
 from envs.decision.objective import PERCENTILES, summary, value_of
 from envs.decision.observation import BOUND, CONTEXT, FEATURES, encode
 from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, RequestOutcome
+from envs.scenario.cluster_spec import ClusterSpec
 
 WorldSource = Callable[[np.random.Generator], WorldSpec]
+"""Draws a world. One that has `clusters` (`envs.world_sampler.WorldSampler` does) says which clusters it can draw, so that an
+environment too small for one of them is refused when it is made."""
 CompanionSource = Callable[[np.random.Generator], dict[Decision, Scheduler]]
 PERCENTILE_NAMES = tuple(f"p{percent}" for percent in PERCENTILES)
 ALL_DECISIONS: tuple[Decision, ...] = ("route", "split", "rebalance")
@@ -56,12 +60,17 @@ class EnvSettings:
 
 
 class SchedulingEnv(gymnasium.Env[dict[str, np.ndarray], int]):
-    """One world per episode. `worlds` draws a world from a Generator; `reset(options={"world": spec})` sets it outright."""
+    """One world per episode. `worlds` draws a world from a Generator; `reset(options={"world": spec})` sets it outright.
+
+    Raises: ValueError when made, or at the reset to a world of another cluster, if a decision can have more candidates than
+    `max_candidates`."""
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
 
     def __init__(self, worlds: WorldSource, companions: CompanionSource | None = None, settings: EnvSettings | None = None) -> None:
         self.settings = settings or EnvSettings()
+        for cluster in getattr(worlds, "clusters", ()):
+            self._check_size(cluster)
         self._worlds = worlds
         self._companions_from = companions
         rows = self.settings.max_candidates
@@ -78,11 +87,19 @@ class SchedulingEnv(gymnasium.Env[dict[str, np.ndarray], int]):
         self._mask = np.zeros(rows, np.bool_)
         self._last_observation: dict[str, np.ndarray] = {}
 
+    def _check_size(self, cluster: ClusterSpec) -> None:
+        """Raise ValueError when `cluster` can list more candidates than the padded maximum holds."""
+        rows = self.settings.max_candidates
+        ranks = [len(group.ranks) for group in cluster.groups]
+        if problem := too_many_candidates(cluster.name, self.settings.asked, ranks, sum(cluster.parked), rows):
+            raise ValueError(f"max_candidates={rows}: {problem}")
+
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Start a new world; a world that ends before its first decision yields an all-keep observation."""
         super().reset(seed=seed)
         world_rng, companion_rng = self.np_random.spawn(2)
         world = options["world"] if options and "world" in options else self._worlds(world_rng)
+        self._check_size(world.cluster)
         self._companions = self._companions_from(companion_rng) if self._companions_from else {}
         raised = tuple(d for d in ALL_DECISIONS if d in self.settings.asked or d in self._companions)
         self.cluster = ClusterProcess(world, decisions=raised)
@@ -220,6 +237,7 @@ def world_summary(cluster: ClusterProcess) -> dict[str, Any]:
     found["split"] = {"moves": counts["set_split"], "pause_s": cluster.moves.pause_s}
     found["rebalance"] = {name: n for name, n in counts.items() if name not in ("route", "hold", "refuse", "keep", "set_split")}
     found["illegal_actions"] = cluster.illegal_actions
+    found["slowest_rank_ratio"] = cluster.telemetry.ranks.rank_ratio.max(axis=1).tolist()
     return found
 
 

@@ -33,7 +33,8 @@ class WorldSampler:
     """Callable: Generator -> WorldSpec.
 
     window_s: (start, end) in the trace's own time; requests: length of a world; rate_scales: log-uniform range of
-    time compression (2 = arrivals twice as fast); fault_factors: range of the multiplier on `fault_rates`.
+    time compression (2 = arrivals twice as fast); fault_factors: range of the multiplier on `fault_rates`; report_delays_s:
+    range of how old the groups' reports are, None: as `options` say.
     """
 
     trace: TraceTable
@@ -44,11 +45,12 @@ class WorldSampler:
     options: WorldOptions = field(default_factory=WorldOptions)
     fault_rates: FaultRates | None = field(default_factory=FaultRates)
     fault_factors: tuple[float, float] = (0.0, 2.0)
+    report_delays_s: tuple[float, float] | None = None
     name: str = "world"
 
     def __call__(self, rng: np.random.Generator) -> WorldSpec:
         """One world; what is drawn comes from child streams, so that adding a fault never moves an arrival."""
-        slice_rng, rate_rng, cluster_rng, fault_rng, seed_rng = rng.spawn(5)
+        slice_rng, rate_rng, cluster_rng, fault_rng, seed_rng, delay_rng = rng.spawn(6)
         first, last = np.searchsorted(self.trace.arrival_s, self.window_s)
         if last - first < 2:
             raise ValueError(f"trace window {self.window_s} s holds {last - first} requests; choose a longer window")
@@ -63,7 +65,10 @@ class WorldSampler:
         seed = int(seed_rng.integers(2**62))
         cluster = self.clusters[int(cluster_rng.integers(len(self.clusters)))]
         name = f"{self.name}@{begin}x{scale:.2f}"
-        return WorldSpec(cluster, table, seed, self.options, scripted_faults(cluster), rates, name)
+        options = self.options
+        if self.report_delays_s is not None:
+            options = replace(options, report_delay_s=float(delay_rng.uniform(*self.report_delays_s)))
+        return WorldSpec(cluster, table, seed, options, scripted_faults(cluster), rates, name)
 
     def fixed(self, count: int, seed: int) -> tuple[WorldSpec, ...]:
         """`count` worlds that are the same for everybody who asks with `seed` (paired evaluation)."""

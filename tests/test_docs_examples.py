@@ -177,6 +177,10 @@ def check_module(module: str, words: list[str], workplace: Path) -> None:
         assert found.returncode == 0, found.stderr
     elif module == "agents.evaluate":
         check_evaluate(words)
+    elif module == "agents.results":
+        from agents.results import parse
+
+        parse(words)
     elif module in ("runtime", "runtime.torch_tp", "benchmarks.tp_engine"):
         main = module if module.startswith("benchmarks") else f"{module}.__main__"
         importlib.import_module(main).build_parser().parse_args(words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from envs.decision.actions import DecisionPoint
+from envs.decision.capability import present_strength
 from envs.domain.snapshot import FloatArray
 
 
@@ -50,13 +51,14 @@ class RoundRobin:
 
 
 class WeightedRoundRobin:
-    """Smooth weighted round robin by declared capability: the largest accumulated credit is served."""
+    """Smooth weighted round robin: the largest accumulated credit is served. A group earns by its declared speed and by what
+    its capability profile leaves of it now (measured step times, queue, memory)."""
 
     def __init__(self) -> None:
         self._credit: FloatArray | None = None
 
     def choose(self, point: DecisionPoint) -> int:
-        weight = np.where(point.allowed_groups, point.view.capability, 0.0)
+        weight = np.where(point.allowed_groups, point.view.capability * present_strength(point.profile), 0.0)
         if self._credit is None or len(self._credit) != len(weight):
             self._credit = np.zeros(len(weight))
         if weight.sum() <= 0:

@@ -10,7 +10,8 @@ import numpy as np
 from envs.decision import predictor as P
 from envs.decision.actions import DecisionPoint
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import advance_group, cut_jump
+from envs.group_kernel.advance import advance_group
+from envs.group_kernel.jump import cut_jump
 from envs.group_kernel.play_forward import total_score
 from envs.group_kernel.queue import enqueue
 

@@ -23,22 +23,27 @@ from envs.cluster.moves import Moves
 from envs.cluster.outcome_table import OutcomeTable
 from envs.cluster.telemetry import Telemetry
 from envs.cluster.world import WorldSpec
+from envs.decision import capability
 from envs.decision import predictor as P
 from envs.decision.actions import Decision, DecisionPoint, Scheduler, route_commands, route_mask
 from envs.decision.call_outcomes import Outcome
-from envs.decision.circuit_breaker import BreakerPanel, ProbeLease, State
+from envs.decision.circuit_breaker import BreakerPanel, ClassBreaker, ProbeLease, State
 from envs.decision.length_estimator import LengthEstimator
 from envs.decision.move_candidates import rebalance_candidates, split_candidates
+from envs.decision.request_classes import TypicalPrompts
 from envs.decision.retry_budget import RetryBudget
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, Request
-from envs.domain.snapshot import BoolArray
+from envs.domain.snapshot import BoolArray, FloatArray, IntArray
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
-from envs.group_kernel.advance import cut_jump, join, next_event_s
+from envs.group_kernel.advance import join, next_event_s
+from envs.group_kernel.jump import cut_jump
 from envs.group_kernel.queue import enqueue_row, take_out
+from envs.traces.trace_table import TraceTable
 
 TABLE_REFRESH_COMPLETIONS = 64  # the predictor's length table is rebuilt this often
+TYPICAL_REFRESH_COMPLETIONS = 512  # what a typical request is and costs, at first after 64, 128, 256: it changes ever less
 
 
 @dataclass(slots=True)
@@ -55,6 +60,14 @@ class RunStalled(RuntimeError):
     """Neither the clock nor the completions moved for too many events (K09)."""
 
 
+def tokens_max(trace: TraceTable, default_output_tokens: tuple[int, ...]) -> IntArray:
+    """Prompt plus the output set aside for each request, shape (n,): what its row declares, else its class's default; never the
+    row's own length, which nobody knows at arrival."""
+    declared = trace.output_limit_tokens
+    output = np.where(declared > 0, declared, np.array(default_output_tokens, np.int64)[trace.class_index])
+    return trace.prompt_tokens + output
+
+
 class ClusterProcess:
     """One world. Use either `run(schedulers)` or the pair `next_decision` / `apply`.
 
@@ -67,23 +80,37 @@ class ClusterProcess:
         self.trace = world.trace
         self.decisions = decisions
         self.log = EventLog(keep_lines)
-        self.env = simpy.Environment(0.0)  # a float from the start, or the kernel would be compiled for integers as well
-        seeds = np.random.SeedSequence(world.seed).spawn(4)
-        faults_rng, self._interference_rng, breaker_rng, self.moves_rng = (np.random.default_rng(seed) for seed in seeds)
+        # an empty cluster needs no simulating, so a trace with a late start costs nothing before its first arrival; a float
+        # in any case, or the kernel would be compiled for integers as well
+        self.begin_s = float(self.trace.arrival_s[0]) if len(self.trace.arrival_s) else 0.0
+        self.env = simpy.Environment(self.begin_s)
+        seeds = np.random.SeedSequence(world.seed).spawn(6)
+        faults_rng, self._interference_rng, breaker_rng, self.moves_rng, report_rng, class_rng = map(np.random.default_rng, seeds)
         self.groups = GroupSet(world.cluster, world.options, world.trace.prefix_offsets, world.trace.prefix_ids)
         self.groups.set_prefix_block_tokens(world.trace.block_tokens)
         self.state = self.groups.state
+        self.state.group_float[:, L.GF_CLOCK_S] = self.begin_s
         self.outcomes = OutcomeTable(world.trace)
-        self.telemetry = Telemetry(self.groups)
+        self.telemetry = Telemetry(self.groups, report_rng, len(world.trace))
         self.breakers = BreakerPanel(len(self.groups.groups), now_s=lambda: self.env.now, rng=breaker_rng)
+        limits = [world.options.class_timeout_fraction] * len(SERVICE_CLASSES)
+        self.class_breaker = ClassBreaker(limits, now_s=lambda: self.env.now, rng=class_rng)
+        self._class_leases: dict[int, ProbeLease] = {}
         self.retries = RetryBudget(attempts_max=world.options.attempts_max)
         self._retrying: set[int] = set()
         self.lengths = LengthEstimator()
+        self.prompts = TypicalPrompts()
+        self._limits = P.class_limits(world.options.limit_multiplier)
+        self._timeouts: list[list[float]] = (self._limits[:, :2] * world.options.class_timeout_limits).tolist()
+        self._completions = 0
+        self._typical_due = TABLE_REFRESH_COMPLETIONS
+        self._typical = self._make_typical(np.array([self.lengths.mean(c) for c in range(len(SERVICE_CLASSES))]))
         self.tables = self._make_tables()
         self.moves = Moves(self)
         self.ended_requests: list[int] = []  # in order of booking; the environment drains it to pay rewards
         self._leases: dict[int, ProbeLease] = {}
         self._sent_s: dict[int, float] = {}
+        self._expected_s: dict[int, tuple[float, float]] = {}  # predicted TTFT and TPOT of requests inside, where predicted
         self.illegal_actions = 0
         self._asking: Held | None = None  # the request of the route decision that waits for its answer
         self._ready: deque[Held] = deque()  # asked again before anything else happens
@@ -93,14 +120,13 @@ class ClusterProcess:
         self._hold_alarm = self.env.event()  # rung when a group's next event may have moved forward
         self._next_arrival = 0
         self._done = False
-        self._completions = 0
         self._table_due = TABLE_REFRESH_COMPLETIONS
-        self._limits = P.class_limits(world.options.limit_multiplier)
         self._hits = np.zeros(len(self.groups.groups), np.int64)
+        self._tokens_max = tokens_max(self.trace, world.options.default_output_tokens)
         faults = world.faults
         if world.fault_rates is not None:
             ranks = [len(group.ranks) for group in self.groups.groups]
-            faults = faults + draw_faults(world.fault_rates, ranks, self.span_s, faults_rng)
+            faults = faults + draw_faults(world.fault_rates, ranks, self.span_s, faults_rng, self.begin_s)
         self.faults = faults
         for fault in faults:
             fault.check_place([len(group.ranks) for group in self.groups.groups])
@@ -115,13 +141,13 @@ class ClusterProcess:
 
     @property
     def span_s(self) -> float:
-        """Time of the last arrival."""
-        return float(self.trace.arrival_s[-1]) if len(self.trace.arrival_s) else 0.0
+        """Seconds from the first arrival to the last."""
+        return self.trace.span_s
 
     @property
     def horizon_s(self) -> float:
         """End of the world at the latest: last arrival plus the drain time."""
-        return self.span_s + self.options.drain_s
+        return (float(self.trace.arrival_s[-1]) if len(self.trace.arrival_s) else 0.0) + self.options.drain_s
 
     @property
     def in_system(self) -> int:
@@ -159,7 +185,7 @@ class ClusterProcess:
             index = len(point.commands) - 1 if point.decision == "route" else 0
         command = point.commands[index]
         if point.decision == "route":
-            self._apply_route(command)
+            self._apply_route(point, command)
         elif command.kind is not CommandKind.KEEP:
             self.log.note(self.env.now, command.kind.name, command.group_index, command.target_index)
             self.moves.apply(command)
@@ -193,19 +219,27 @@ class ClusterProcess:
         self.state.record_count[0] = 0
         ints, floats = self.outcomes.book(self.state.record_int, self.state.record_float, count)
         self.log.note_records(ints, floats)
-        for row in ints.tolist():
-            self._book_one(row)
+        for row, times in zip(ints.tolist(), floats[:, : L.RF_PARTS].tolist(), strict=True):
+            self._book_one(row, times)
         self.ask_held_again()
         if self._completions >= self._table_due:
             self._table_due = self._completions + TABLE_REFRESH_COMPLETIONS
             self.tables = self._make_tables()
 
-    def _book_one(self, ints: list[int]) -> None:
+    def _book_one(self, ints: list[int], times: list[float]) -> None:
         group_index, kind, request_id = ints[L.RI_GROUP], ints[L.RI_KIND], ints[L.RI_REQUEST]
         self.ended_requests.append(request_id)
         self._finish_attempt(request_id)
         lease, began_s = self._leases.pop(request_id, None), self._sent_s.pop(request_id, None)
+        expected_s = self._expected_s.pop(request_id, None)
+        has_timed_out: bool | None = None if kind == L.RECORD_TOO_LARGE else True
         if kind == L.RECORD_COMPLETED:
+            ttft_s = times[L.RF_FIRST_S] - times[L.RF_ARRIVAL_S]
+            base_s, per_token_s = self._timeouts[ints[L.RI_CLASS]]
+            has_timed_out = ttft_s > base_s + per_token_s * ints[L.RI_PROMPT]
+            if expected_s is not None:
+                tpot_s = (times[L.RF_FINISH_S] - times[L.RF_FIRST_S]) / max(1, ints[L.RI_GENERATED] - 1)
+                self.telemetry.class_experience.observe(times[L.RF_FINISH_S], group_index, ints[L.RI_CLASS], expected_s, (ttft_s, tpot_s))
             self._completions += 1
             self.lengths.observe(ints[L.RI_CLASS], ints[L.RI_GENERATED])
             self.breakers.breakers[group_index].record(Outcome.OK, began_s=began_s, lease=lease)
@@ -213,6 +247,7 @@ class ClusterProcess:
             self.breakers.breakers[group_index].record(Outcome.FAULT, began_s=began_s, lease=lease, reason="queue timeout")
         else:
             self.breakers.breakers[group_index].record(Outcome.NEUTRAL, lease=lease)
+        self._judge_class(request_id, has_timed_out)
 
     def _finish_attempt(self, request_id: int) -> None:
         is_retry = request_id in self._retrying
@@ -227,8 +262,19 @@ class ClusterProcess:
         self.outcomes.end(request_id, kind, reason, self.env.now, rows)
         if is_attempt:
             self._finish_attempt(request_id)
+        self._judge_class(request_id, True if kind is OutcomeKind.FAILED else None)
         self.log.note(self.env.now, f"{kind.name}:{reason}", -1, request_id)
         self.ended_requests.append(request_id)
+
+    def _judge_class(self, request_id: int, has_timed_out: bool | None) -> None:
+        """Tell the class breaker how a request ended; None: that says nothing of its class (refused, unservable)."""
+        lease = self._class_leases.pop(request_id, None)
+        class_index = int(self.trace.class_index[request_id])
+        if has_timed_out is not None:
+            began_s = float(self.trace.arrival_s[request_id])
+            self.class_breaker.record(class_index, has_timed_out, began_s=began_s, lease=lease)
+        elif lease is not None:
+            self.class_breaker.breakers[class_index].release(lease)
 
     # -- processes
 
@@ -240,24 +286,33 @@ class ClusterProcess:
             self.retries.start_request()
             self.telemetry.rate_5s.count(self.env.now)
             self.telemetry.rate_60s.count(self.env.now)
+            self.prompts.observe(int(trace.class_index[i]), int(trace.prompt_tokens[i]))
             if self._is_unservable(i):
                 self.end_request(i, OutcomeKind.UNSERVABLE, "unservable")
                 continue
-            self._ready.append(Held(self._request(i, arrival_s), arrival_s + self.options.hold_max_s))
+            admission = self.class_breaker.admit(int(trace.class_index[i]))
+            if not admission.is_allowed:
+                self.end_request(i, OutcomeKind.REFUSED, "class_refused")
+                continue
+            if admission.lease is not None:
+                self._class_leases[i] = admission.lease
+            self._ready.append(Held(self._request(i), arrival_s + self.options.hold_max_s))
         while self.in_system > 0 and self.env.now < self.horizon_s:
             yield self.env.timeout(min(1.0, self.horizon_s - self.env.now) + 1e-9)
             self.settle()
         self._done = True
 
-    def _request(self, i: int, arrival_s: float) -> Request:
-        return Request(i, arrival_s, int(self.trace.prompt_tokens[i]), int(self.trace.class_index[i]))
+    def _request(self, i: int, attempts: int = 0) -> Request:
+        trace = self.trace
+        blocks = trace.prefix_blocks(i)
+        return Request(
+            i, float(trace.arrival_s[i]), int(trace.prompt_tokens[i]), int(trace.class_index[i]), trace.session_name(i),
+            tuple(blocks.tolist()) if blocks.size else (), trace.block_tokens if blocks.size else 0, attempts,
+        )  # fmt: skip
 
     def _is_unservable(self, i: int) -> bool:
-        """The door: prompt plus allowed output against the context and the largest pool (K10). The scheduler never sees
-        the row's own length; where a trace declares no limit, the length served is the limit that was allowed."""
-        limit = int(self.trace.output_limit_tokens[i])
-        total = int(self.trace.prompt_tokens[i]) + max(limit, int(self.trace.output_tokens[i]))
-        if total > self.groups.limits.context_tokens:
+        """The door: prompt plus allowed output against the context and the largest pool (K10)."""
+        if self._tokens_max[i] > self.groups.limits.context_tokens:
             return True
         fits = self.fits(i)
         if fits.all():
@@ -267,8 +322,11 @@ class ClusterProcess:
 
     def fits(self, i: int) -> BoolArray:
         """Which groups' pools, under the plans in force, hold request `i` with all of its allowed output; shape (groups,)."""
-        allowed = max(int(self.trace.output_limit_tokens[i]), int(self.trace.output_tokens[i]))
-        return self.groups.kv_tokens >= int(self.trace.prompt_tokens[i]) + allowed
+        return self.groups.kv_tokens >= self._tokens_max[i]
+
+    def _target_tokens(self, i: int) -> int:
+        """Length at which the answer to request `i` ends: as recorded, but at the end of the context at the latest."""
+        return min(int(self.trace.output_tokens[i]), self.groups.limits.context_tokens - int(self.trace.prompt_tokens[i]))
 
     def _control(self) -> Generator[Any, Any, None]:
         while True:
@@ -331,7 +389,7 @@ class ClusterProcess:
         self._asking = held
         return DecisionPoint("route", view, route_commands(view.groups), mask, self.tables, held.request, self._hits.copy())
 
-    def _apply_route(self, command: Command) -> None:
+    def _apply_route(self, point: DecisionPoint, command: Command) -> None:
         held = self._asking
         assert held is not None, "apply() answers the point that next_decision() returned"
         self._asking, request = None, held.request
@@ -346,6 +404,8 @@ class ClusterProcess:
             self.log.note(self.env.now, "route", command.group_index, request.request_id)
             if not self.enter(held, command.group_index):
                 self._refuse(held, "queue_full")
+            elif held.rows is None and (expected := point.expected_s(command.group_index)) is not None:
+                self._expected_s[request.request_id] = expected
 
     def _refuse(self, held: Held, reason: str) -> None:
         has_begun = held.rows is not None and not np.isnan(held.rows[1][L.SF_ADMITTED_S])
@@ -359,7 +419,7 @@ class ClusterProcess:
             key = P.queue_key(request.arrival_s, request.class_index, self.options.head_start_s)
             slot = join(
                 self.state, group_index, now_s, request.request_id, request.class_index, request.prompt_tokens,
-                int(self.trace.output_tokens[request.request_id]), request.arrival_s, key,
+                self._target_tokens(request.request_id), request.arrival_s, key,
                 self._limits[request.class_index, 2],
             )  # fmt: skip
         else:
@@ -395,13 +455,9 @@ class ClusterProcess:
         if (lease := self._leases.pop(int(rows[0][L.SI_REQUEST]), None)) is not None:
             self.breakers.breakers[group_index].release(lease)
         self._sent_s.pop(int(rows[0][L.SI_REQUEST]), None)
+        self._expected_s.pop(int(rows[0][L.SI_REQUEST]), None)  # it goes on elsewhere: the prediction was of here
         request_id, attempts = int(rows[0][L.SI_REQUEST]), int(rows[0][L.SI_ATTEMPTS])
-        trace = self.trace
-        request = Request(
-            request_id, float(trace.arrival_s[request_id]), int(trace.prompt_tokens[request_id]),
-            int(trace.class_index[request_id]), attempts=attempts,
-        )  # fmt: skip
-        return Held(request, self.env.now + self.options.hold_max_s, rows)
+        return Held(self._request(request_id, attempts), self.env.now + self.options.hold_max_s, rows)
 
     def put_back(self, held: Held, is_retry: bool) -> None:
         """Ask where an extracted request shall go on; a retry is charged to the budget and to its attempts."""
@@ -441,10 +497,15 @@ class ClusterProcess:
         )
         remaining = self.lengths.expected_remaining(classes[..., 0], made[..., 0])
         quantiles = self.lengths.sample_remaining(classes, made, middle)
+        if self._completions >= self._typical_due:
+            self._typical_due = min(2 * self._typical_due, self._typical_due + TYPICAL_REFRESH_COMPLETIONS)
+            self._typical = self._make_typical(np.ascontiguousarray(remaining[:, 0], np.float64))
         return P.PredictorTables(
             rank_cost=state.predicted_rank_cost,
             group_cost=state.predicted_group_cost,
             plan=state.group_int[:, L.GI_PLAN],
+            baseline=self._typical[0],
+            needs=self._typical[1],
             remaining_tokens=np.ascontiguousarray(remaining, np.float64),
             remaining_quantiles=np.ascontiguousarray(quantiles, np.float64),
             chunk_tokens=np.ascontiguousarray(state.group_int[:, L.GI_CHUNK_MAX]),
@@ -453,3 +514,14 @@ class ClusterProcess:
             limit_multiplier=self.options.limit_multiplier,
             head_start_s=self.options.head_start_s,
         )
+
+    def _make_typical(self, outputs: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Baseline table and needs of a typical request of each class, whose answer has `outputs` tokens, shape (classes,)."""
+        state, model, prompts = self.state, self.world.cluster.model, self.prompts.tokens()
+        baseline = P.baselines(
+            prompts, outputs, state.predicted_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow,
+            state.group_int[:, L.GI_PLAN], np.ascontiguousarray(state.group_int[:, L.GI_CHUNK_MAX]), model.kv_bytes_per_token,
+        )  # fmt: skip
+        ttft_limit_s = self._limits[:, 0] + self._limits[:, 1] * prompts
+        needs = capability.class_needs(model, prompts, outputs, ttft_limit_s, self._limits[:, 2])
+        return P.baseline_table(baseline, self.options.limit_multiplier), needs

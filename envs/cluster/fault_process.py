@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from envs.cluster.faults import FaultEvent, FaultKind
 from envs.decision import detection
 from envs.decision.split_planner import InfeasibleSplit
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import cut_jump, stop_group
+from envs.group_kernel.advance import stop_group
+from envs.group_kernel.jump import cut_jump
 from envs.group_kernel.prefix_cache import flush_idle
 from envs.group_kernel.queue import preempt
 
@@ -19,8 +21,15 @@ if TYPE_CHECKING:
 
 
 def strike(cluster: ClusterProcess, fault: FaultEvent) -> Generator[Any, Any, None]:
-    """simpy process of one fault: wait for its start, apply it, undo it at its end."""
-    yield cluster.env.timeout(fault.start_s)
+    """simpy process of one fault: wait for its start, apply it, undo it at its end. The world begins at its first arrival: a
+    fault that is over by then is noted and strikes nobody, one under way lasts for the rest of its time."""
+    late_s = cluster.env.now - fault.start_s
+    if late_s > 0:
+        if late_s >= fault.length_s:
+            cluster.log.note(cluster.env.now, f"fault_over:{fault.kind.name}", fault.group_index, fault.rank_index)
+            return
+        fault = replace(fault, start_s=cluster.env.now, length_s=fault.length_s - late_s)
+    yield cluster.env.timeout(fault.start_s - cluster.env.now)
     cluster.settle()
     cluster.log.note(cluster.env.now, f"fault:{fault.kind.name}", fault.group_index, fault.rank_index)
     health = cluster.groups.health[fault.group_index]
@@ -76,6 +85,7 @@ def _lose(cluster: ClusterProcess, fault: FaultEvent) -> Generator[Any, Any, Non
     yield cluster.env.timeout(fault.length_s)
     yield cluster.env.timeout(cluster.options.cold_start_s)
     cluster.settle()
+    cluster.telemetry.ranks.forget(g, -1 if whole else fault.rank_index)  # other hardware, or the same after a cold start
     if whole:
         health.group_losses -= 1
     else:

@@ -20,7 +20,8 @@ class FaultKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FaultEvent:
-    """`size` multiplies times (>= 1) for slow faults and is ignored for losses; rank_index -1 means every rank."""
+    """`size` multiplies times (>= 1) for slow faults and is ignored for losses; rank_index -1 means every rank. `start_s` is on
+    the trace's clock."""
 
     kind: FaultKind
     start_s: float
@@ -75,13 +76,15 @@ class FaultRates:
         return float(getattr(self, f"{kind.name.lower()}_per_hour"))
 
 
-def draw_faults(rates: FaultRates, ranks_per_group: list[int], span_s: float, rng: np.random.Generator) -> tuple[FaultEvent, ...]:
-    """Poisson faults over `span_s`, exponential lengths, log-uniform sizes; sorted by start, then group."""
+def draw_faults(
+    rates: FaultRates, ranks_per_group: list[int], span_s: float, rng: np.random.Generator, begin_s: float = 0.0
+) -> tuple[FaultEvent, ...]:
+    """Poisson faults over `span_s` from `begin_s` on, exponential lengths, log-uniform sizes; sorted by start, then group."""
     events: list[FaultEvent] = []
     for group_index, ranks in enumerate(ranks_per_group):
         for kind in FaultKind:
             for _ in range(int(rng.poisson(rates.per_hour(kind) * span_s / 3600.0))):
-                start_s = float(rng.uniform(0.0, span_s))
+                start_s = begin_s + float(rng.uniform(0.0, span_s))
                 length_s = max(1.0, float(rng.exponential(rates.length_mean_s)))
                 size = float(np.exp(rng.uniform(np.log(rates.size_low), np.log(rates.size_high))))
                 rank = int(rng.integers(ranks)) if kind in (FaultKind.SLOW_COMPUTE, FaultKind.SLOW_MEMORY, FaultKind.LOST_RANK) else -1

@@ -19,6 +19,7 @@ from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
 from envs.perf_model import all_reduce, group_cost, memory_fit
 from envs.perf_model import step_time as ST
+from envs.perf_model.compiled import kernel
 from envs.perf_model.memory_fit import NO_OVERLAP, Overlap
 from envs.scenario.cluster_spec import ClusterSpec
 
@@ -42,7 +43,8 @@ class GroupHealth:
     flags: this group's column of `GroupSet.flags`, shape (HEALTH_FLAGS,), so that a snapshot reads all groups at once.
     rank_losses (ranks,), group_losses: noticed losses of a rank and losses of the whole group that are not yet over;
     faults may overlap, and only the end of the last one heals. unnoticed: losses that nobody has detected yet.
-    is_gone: its ranks were given to another group. link_slow, host_slow: factors on times, 1 = nominal.
+    is_gone: its ranks were given to another group. fell_back_s: when it last fell back to fewer ranks. link_slow, host_slow:
+    factors on times, 1 = nominal.
     """
 
     is_parked = _flag(PARKED, "holds its hardware but serves nobody")
@@ -57,6 +59,7 @@ class GroupHealth:
         self.unnoticed = 0
         self.is_starting = False
         self.is_gone = False
+        self.fell_back_s = -np.inf
         self.link_slow = 1.0
         self.host_slow = 1.0
         self.slow_compute = np.ones(ranks)
@@ -112,6 +115,29 @@ def _read_only(array: FloatArray) -> FloatArray:
     return array
 
 
+@kernel
+def _correct_costs(declared, ratio, out):
+    """Costs (G, 2, R, RANK_COLUMNS) of declared hardware times what was measured of each rank's attention and MLP (G, R, 2);
+    the output head reads weights as the MLP does and follows it."""
+    for g in range(declared.shape[0]):
+        for slot in range(declared.shape[1]):
+            for r in range(declared.shape[2]):
+                for column in range(declared.shape[3]):
+                    is_mlp = ST.RC_MLP_TOKEN_S <= column <= ST.RC_HEAD_WEIGHT_S
+                    out[g, slot, r, column] = declared[g, slot, r, column] * ratio[g, r, 1 if is_mlp else 0]
+
+
+@kernel
+def _reference_times(declared, group_cost, residual, slow, plan, batch, kv, out, steps_s):
+    for g in range(out.shape[0]):
+        ST.rank_times(g, declared, group_cost, residual, slow, plan[g], batch, 0.0, kv, out[g])
+        attention_s = mlp_s = 0.0
+        for r in range(out.shape[1]):
+            attention_s = max(attention_s, out[g, r, 0])
+            mlp_s = max(mlp_s, out[g, r, 1])
+        steps_s[g] = attention_s + mlp_s + group_cost[g, ST.GC_COMM_ALPHA_S]
+
+
 class GroupSet:
     """Kernel state of every group of a cluster, built from specs; changes of plan, speed and health go through here."""
 
@@ -123,6 +149,9 @@ class GroupSet:
         self.ranks_max = max(len(group.ranks) for group in self.groups)
         slots = cluster.limits.max_running + cluster.limits.queue_limit
         self.state = L.allocate(count, self.ranks_max, slots, prefix_offset, prefix_ids)
+        self.declared_rank_cost = np.zeros_like(self.state.predicted_rank_cost)  # the datasheets' prior, before any correction
+        self.rank_ratio = np.ones((count, self.ranks_max, 2))  # measured / declared time of attention and MLP
+        self.has_rank = np.zeros((count, self.ranks_max), np.bool_)
         self.plans: list[SplitPlan] = []
         self.slot_plans: list[list[SplitPlan]] = []  # of each group, the plan in each of its two plan slots
         self.corners = np.full(count, split_planner.CORNERS.index(options.start_corner), np.int64)
@@ -189,10 +218,12 @@ class GroupSet:
         self.slot_plans[g][slot] = plan
         ranks = len(group.ranks)
         true_rows = _rank_rows(group, plan, self.options.use_residual_tables)
-        believed = _rank_rows(group, plan, False)
-        for cost, rows in ((self.state.rank_cost, true_rows), (self.state.predicted_rank_cost, believed)):
+        declared = _rank_rows(group, plan, False)
+        for cost, rows in ((self.state.rank_cost, true_rows), (self.declared_rank_cost, declared)):
             cost[g, slot] = 0.0
             cost[g, slot, :ranks] = rows
+        self.has_rank[g] = np.arange(self.ranks_max) < ranks
+        _correct_costs(self.declared_rank_cost[g : g + 1], self.rank_ratio[g : g + 1], self.state.predicted_rank_cost[g : g + 1])
         self.state.kv_block_bytes[g, slot] = 0.0
         self.state.kv_block_bytes[g, slot, :ranks] = _kv_bytes_per_token(group, plan) * self.limits.kv_block_tokens
 
@@ -235,16 +266,16 @@ class GroupSet:
         self.state.slow[g, :ranks, 0] = health.slow_compute
         self.state.slow[g, :ranks, 1] = health.slow_memory
 
-    def rank_times_s(self, g: int, tokens: int, pairs: float, kv: int, truth: bool) -> FloatArray:
-        """Attention and MLP seconds per rank, (ranks, 2), of a step: the true ones (telemetry) or the predicted ones."""
+    def correct_costs(self, ratio: FloatArray) -> None:
+        """Let the schedulers' model take each rank's attention and MLP `ratio` (groups, ranks, 2) times as long as declared."""
+        self.rank_ratio[:] = ratio
+        _correct_costs(self.declared_rank_cost, self.rank_ratio, self.state.predicted_rank_cost)
+
+    def reference_times(self, batch: int, kv: int, out: FloatArray, steps_s: FloatArray) -> None:
+        """A decode step of `batch` sequences and `kv` KV tokens on the declared hardware under the plans in force: attention and
+        MLP seconds per rank into `out` (groups, ranks, 2), the slowest ranks' with communication latency into `steps_s` (groups,)."""
         state = self.state
-        out = np.zeros((self.ranks_max, 2))
-        plan = int(state.group_int[g, L.GI_PLAN])
-        if truth:
-            ST.rank_times(g, state.rank_cost, state.group_cost, state.residual, state.slow, plan, tokens, pairs, kv, out)
-        else:
-            ST.rank_times(
-                g, state.predicted_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow,
-                plan, tokens, pairs, kv, out,
-            )  # fmt: skip
-        return out[: len(self.groups[g].ranks)]
+        _reference_times(
+            self.declared_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow,
+            state.group_int[:, L.GI_PLAN], batch, kv, out, steps_s,
+        )  # fmt: skip

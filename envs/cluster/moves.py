@@ -13,7 +13,7 @@ from envs.decision.move_candidates import DeclaredHealth, fallback_plan, planned
 from envs.domain.commands import Command, CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import cut_jump
+from envs.group_kernel.jump import cut_jump
 from envs.group_kernel.prefix_cache import flush_idle
 from envs.perf_model.step_time import step_parts
 
@@ -49,23 +49,16 @@ class Moves:
 
     def declared_health(self) -> DeclaredHealth:
         """What the control plane knows of each group: parked, draining, and the ranks' measured speed factors."""
-        groups = self._cluster.groups
-        speeds = []
-        for g in range(len(groups.groups)):
-            measured = groups.rank_times_s(g, 16, 0.0, 16 * 1024, truth=True).sum(axis=1)
-            predicted = groups.rank_times_s(g, 16, 0.0, 16 * 1024, truth=False).sum(axis=1)
-            idle = predicted <= 0
-            factor = np.where(idle, 1.0, predicted / np.where(measured > 0, measured, 1.0))
-            factor[groups.health[g].rank_is_lost] = 0.0
-            speeds.append(factor)
+        groups, telemetry = self._cluster.groups, self._cluster.telemetry
         return DeclaredHealth(
             is_parked=np.array([h.is_parked and not (h.is_starting or h.detected_down or h.is_gone) for h in groups.health]),
             is_draining=np.array([h.is_draining for h in groups.health]),
-            speed_factors=tuple(speeds),
+            speed_factors=tuple(telemetry.speed_factors(g) for g in range(len(groups.groups))),
             cold_start_s=self._cluster.options.cold_start_s,
             rebuild_s=self._cluster.options.rebuild_s,
             overlaps=tuple(groups.overlap(g) for g in range(len(groups.groups))),
             older=tuple(self._older(g) for g in range(len(groups.groups))),
+            may_restore=self._cluster.env.now >= np.array([h.fell_back_s for h in groups.health]) + self._cluster.options.fall_back_stay_s,
         )
 
     def _older(self, g: int) -> tuple[SplitPlan, int]:
@@ -206,6 +199,7 @@ class Moves:
         groups, g = self._cluster.groups, command.group_index
         speeds = self.declared_health().speed_factors[g]
         plan = fallback_plan(groups.groups[g], speeds)
+        groups.health[g].fell_back_s = self._cluster.env.now
         fault_process.restart(self._cluster, g, groups.groups[g], plan)
 
     def _restore(self, command: Command) -> None:
@@ -232,5 +226,6 @@ class Moves:
         health.slow_memory = np.concatenate([health.slow_memory, gives.slow_memory])
         gives.is_gone, gives.is_parked, gives.detected_down = True, False, True
         groups.groups[command.target_index] = merged
+        self._cluster.telemetry.ranks.forget(command.target_index)
         plan = groups.plan_for(command.target_index, self._cluster.options.start_corner)
         fault_process.restart(self._cluster, command.target_index, merged, plan)

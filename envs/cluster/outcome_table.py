@@ -22,6 +22,7 @@ REASONS = (
     "run_ended",
     "breaker_open",
     "preempted_too_often",
+    "class_refused",
 )
 RECORD_REASONS = ("", "queue_timeout", "preempted_too_often", "unservable")
 """Reason of each kind of finished-request record of the kernel (`layout.RECORD_*`)."""
@@ -106,9 +107,7 @@ class OutcomeTable:
         self.ended += count
         return self._sorted[1][:count], self._sorted[2][:count]
 
-    def end(
-        self, request_id: int, kind: OutcomeKind, reason: str, now_s: float, rows: tuple[np.ndarray, np.ndarray] | None = None
-    ) -> None:
+    def end(self, request_id: int, kind: OutcomeKind, reason: str, now_s: float, rows: tuple[np.ndarray, np.ndarray] | None = None) -> None:
         """End a request that did not complete; `rows` are its slot rows (int, float) if it has been in a group."""
         self.kind[request_id] = kind
         self.reason[request_id] = REASONS.index(reason)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
 from envs.cluster.group_set import DRAINING, GroupSet
-from envs.domain.snapshot import BoolArray, ClusterSnapshot, IntArray, Residents
+from envs.cluster.rank_telemetry import OPERATIONS, RankTelemetry
+from envs.cluster.report_delay import DelayedReports
+from envs.decision import capability
+from envs.decision.class_experience import ClassExperience
+from envs.domain.plans import TpGroup
+from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray, Residents
+from envs.domain.specs import LinkSpec
 from envs.group_kernel import reading as R
-from envs.perf_model import step_time as ST
 
 REFERENCE_BATCH = 16
 REFERENCE_CONTEXT = 1024
@@ -31,17 +37,36 @@ class ArrivalRate:
         return self._weight * math.exp((self._last_s - now_s) / self._time_constant_s) / self._time_constant_s
 
 
-class Telemetry:
-    """Builds snapshots; keeps the slow-moving columns (capability, balance inside groups) between control ticks."""
+@lru_cache(maxsize=1024)
+def _static_profile(group: TpGroup, alive: tuple[int, ...]) -> FloatArray:
+    """Standardised rates of the ranks `alive` of a group together, shape (5,)."""
+    ranks = [group.ranks[r] for r in alive]
+    rates = capability.static_rates([place.gpu for place in ranks], [link_of(group)] * len(ranks))
+    found = capability.static_vector(capability.group_rates(rates)[None], capability.CATALOGUE_SCALE)[0]
+    found.setflags(write=False)
+    return found
 
-    def __init__(self, groups: GroupSet) -> None:
+
+def link_of(group: TpGroup) -> LinkSpec:
+    """The slowest link between the group's ranks."""
+    return group.outer_link if len(group.domains) > 1 else group.inner_link
+
+
+class Telemetry:
+    """Builds snapshots; keeps what moves slowly (declared hardware, measured ratios) between control ticks and reports."""
+
+    def __init__(self, groups: GroupSet, rng: np.random.Generator, requests: int) -> None:
         self._groups = groups
+        delay_s = groups.options.report_delay_s
+        self._delayed = DelayedReports(delay_s, requests) if delay_s > 0.0 else None
         count = len(groups.groups)
         self.rate_5s = ArrivalRate(5.0)
         self.rate_60s = ArrivalRate(60.0)
         self.usd_per_hour = np.array([sum(place.gpu.usd_per_hour for place in group.ranks) for group in groups.groups])
         self.capability = np.ones(count)
-        self.rank_busy = np.zeros((count, groups.ranks_max))
+        self.static_profile = np.zeros((count, len(capability.STATIC_FEATURES)))
+        self.ranks = RankTelemetry(groups, rng)
+        self.class_experience = ClassExperience(count)
         self._ints = np.zeros((R.READ_INTS, count), np.int64)
         self._floats = np.zeros((R.READ_FLOATS, count))
         slots = groups.state.slot_int.shape[0] * groups.state.slot_int.shape[1]
@@ -56,34 +81,67 @@ class Telemetry:
         self.refresh_slow_columns()
 
     def refresh_slow_columns(self) -> None:
-        """Re-measure relative speed (declared hardware) and the ranks' busy shares (profiler); at control ticks."""
+        """Read the declared hardware again: relative speed, capability profile, a usual step's times; at control ticks."""
         groups = self._groups
-        steps_s = np.empty(len(groups.groups))
-        rank_busy = np.zeros_like(self.rank_busy)  # a new one, since snapshots hold the old one
-        for g in range(len(groups.groups)):
-            kv = REFERENCE_BATCH * REFERENCE_CONTEXT
-            declared = groups.rank_times_s(g, REFERENCE_BATCH, 0.0, kv, truth=False)
-            steps_s[g] = declared.max(axis=0).sum() + groups.state.predicted_group_cost[g, ST.GC_COMM_ALPHA_S]
-            measured = groups.rank_times_s(g, REFERENCE_BATCH, 0.0, kv, truth=True)
-            barrier = measured.max(axis=0).sum()
-            rank_busy[g, : len(measured)] = measured.sum(axis=1) / max(barrier, 1e-12)
+        count = len(groups.groups)
+        reference_s, steps_s = np.zeros((count, groups.ranks_max, len(OPERATIONS))), np.empty(count)
+        groups.reference_times(REFERENCE_BATCH, REFERENCE_BATCH * REFERENCE_CONTEXT, reference_s, steps_s)
+        self.static_profile = np.empty_like(self.static_profile)  # a new one, since snapshots hold the old one
+        for g in range(count):
+            alive = tuple(np.flatnonzero(~groups.health[g].rank_is_lost).tolist())
+            self.static_profile[g] = _static_profile(groups.groups[g], alive or tuple(range(len(groups.groups[g].ranks))))
         speed = 1.0 / steps_s
         self.capability = speed / speed.mean()
-        self.rank_busy = rank_busy
+        self.ranks.refer_to(reference_s)
+
+    def speed_factors(self, g: int) -> FloatArray:
+        """Measured speed over declared speed of each rank of group `g` as planners are told, shape (ranks,); 0 for a lost rank."""
+        groups = self._groups
+        ranks = len(groups.groups[g].ranks)
+        declared_s = self.ranks.reference_s[g, :ranks]
+        ratio = self.ranks.published[g, :ranks]
+        whole_s, measured_s = declared_s.sum(axis=1), (declared_s * ratio).sum(axis=1)
+        factor = 1.0 / ratio.mean(axis=1)  # a rank that the plan leaves out has no times to weigh by
+        np.divide(whole_s, measured_s, out=factor, where=measured_s > 0.0)
+        factor[groups.health[g].rank_is_lost] = 0.0
+        return factor
 
     def advance_and_read(self, now_s: float) -> None:
         """Bring the kernel to `now_s` and read it; `snapshot` makes the view of it."""
+        if self._delayed is None:
+            self._advance_and_read(now_s)
+            return
+        reported_s = now_s - self._delayed.delay_s
+        if reported_s > self._delayed.last_s:  # nobody has looked in between: what was reported then is still to be read
+            self._advance_and_read(reported_s)
+            self._delayed.keep(reported_s, *self._columns())
+        self._advance_and_read(now_s)
+        self._delayed.keep(now_s, *self._columns())
+
+    def _columns(self) -> tuple[IntArray, FloatArray, IntArray, IntArray, FloatArray]:
+        """Copies of what was read last: group columns, and residents with their offsets."""
+        residents = self._residents
+        return (
+            self._ints.copy(), self._floats.copy(), self._offset.copy(),
+            self._resident_ints[:residents].copy(), self._resident_floats[:residents].copy(),
+        )  # fmt: skip
+
+    def _advance_and_read(self, now_s: float) -> None:
         self._residents = R.advance_and_read(
             self._groups.state, now_s, self._ints, self._floats, self._offset, self._resident_ints, self._resident_floats
         )
+        if now_s >= self.ranks.due_s:
+            self.ranks.report(now_s)
 
     def snapshot(
         self, now_s: float, breaker_allows: BoolArray, breaker_state: IntArray, hold_queue: int, hold_limit: int
     ) -> ClusterSnapshot:
         """The view at `now_s`, for which `advance_and_read` was called last."""
         groups = self._groups
-        ints, floats = self._ints.copy(), self._floats.copy()
-        residents = self._residents
+        ints, floats, offset, resident_ints, resident_floats = self._columns()
+        report_age_s = self._report_age_s
+        if self._delayed is not None:
+            report_age_s = np.full(len(offset) - 1, self._delayed.apply(now_s, ints, floats, offset, resident_ints, resident_floats))
         is_up = groups.is_up()
         is_draining = groups.flags[DRAINING].copy()
         waiting = ints[R.R_WAITING]
@@ -107,15 +165,19 @@ class Telemetry:
             correction=floats[R.R_CORRECTION],
             oldest_wait_s=floats[R.R_OLDEST_WAIT_S],
             breaker_state=breaker_state,
-            report_age_s=self._report_age_s,
+            report_age_s=report_age_s,
             pause_left_s=floats[R.R_PAUSE_LEFT_S],
             plan_corner=groups.corners.copy(),
-            rank_busy_fraction=self.rank_busy,
+            rank_busy_fraction=self.ranks.rank_busy,
             capability=self.capability,
             usd_per_hour=self.usd_per_hour,
-            residents=Residents(self._offset.copy(), self._resident_ints[:residents].copy(), self._resident_floats[:residents].copy()),
+            residents=Residents(offset, resident_ints, resident_floats),
             hold_queue=hold_queue,
             hold_queue_limit=hold_limit,
             arrival_rate_5s=self.rate_5s.per_s(now_s),
             arrival_rate_60s=self.rate_60s.per_s(now_s),
+            static_profile=self.static_profile,
+            rank_ratio=self.ranks.rank_ratio,
+            correction_std=self.ranks.std,
+            class_ratio=self.class_experience.ratio,
         )

@@ -17,7 +17,7 @@ from envs.cluster.world import WorldOptions, WorldSpec
 from envs.decision import observation
 from envs.decision import predictor as P
 from envs.decision.actions import Decision, DecisionPoint
-from envs.group_kernel import advance, prefix_cache, queue
+from envs.group_kernel import advance, jump, prefix_cache, queue
 from envs.group_kernel import layout as L
 from envs.group_kernel.play_forward import scratch_group, what_if_gain
 from envs.scenario.cluster_file import load_cluster
@@ -44,7 +44,7 @@ def compile_kernels() -> float:
     A tiny world is played, since the types of its arrays are those of every other one.
     """
     begin = time.process_time()
-    options = WorldOptions(control_tick_s=0.5, drain_s=20.0)
+    options = WorldOptions(control_tick_s=0.5, drain_s=20.0, report_delay_s=0.05)
     # several groups: a column of one row passes for contiguous, which is another type
     world = WorldSpec(load_cluster("mixed-8"), _trace(), seed=0, options=options, name="warm-up")
     cluster = ClusterProcess(world, DECISIONS)
@@ -74,7 +74,7 @@ def _move_around(state: L.KernelState) -> None:
     queue.enqueue_row(state, 0, now_s, int_row, float_row, 0)
     advance.advance_group(state, 0, now_s + 1e-6)
     advance.next_event_s(state)
-    advance.cut_jump(state, 0, now_s)
+    jump.cut_jump(state, 0, now_s)
     advance.stop_group(state, 0, now_s)
     queue.preempt(state, 0, int(state.running[0, 0]), now_s)
     prefix_cache.flush_idle(state, 0)

@@ -10,12 +10,15 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from envs.decision import predictor as P
+from envs.decision.capability import profile_and_affinity
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray
+from envs.perf_model.compiled import kernel
 
 Decision = Literal["route", "split", "rebalance"]
 CORNER_COUNT = 5  # len(envs.decision.split_planner.CORNERS); a test holds the two together
+_WEIGHTS = np.array([service.weight for service in SERVICE_CLASSES])
 MOVE_COLUMNS = 5  # len(envs.decision.observation.MOVE_FEATURES)
 
 
@@ -58,6 +61,17 @@ def route_mask(accepts: BoolArray, hold_queue: int, hold_limit: int, may_hold: b
     return mask
 
 
+@kernel
+def _expected_loss(estimates, resident_ints, weights):
+    """Summed soft utility of all groups less the residents' full weights."""
+    total = 0.0
+    for g in range(estimates.shape[0]):
+        total += estimates[g, P.E_UTILITY]
+    for i in range(resident_ints.shape[0]):
+        total -= weights[resident_ints[i, 1]]
+    return total
+
+
 @dataclass(eq=False)
 class DecisionPoint:
     """One question to the scheduler: the view, the candidates, the mask. Derived numbers are computed when first asked for.
@@ -83,9 +97,31 @@ class DecisionPoint:
         hits = self.hits if self.hits is not None else np.zeros(self.view.groups, np.int64)
         return P.estimate_routes(self.view, request, hits, self.tables, self.packed)
 
+    def expected_s(self, group_index: int) -> tuple[float, float] | None:
+        """Predicted TTFT and TPOT in a group, s, if anybody has asked for estimates; None otherwise."""
+        estimates = self.__dict__.get("estimates")
+        if estimates is None:
+            return None
+        return float(estimates[group_index, P.E_TTFT_S]), float(estimates[group_index, P.E_TPOT_S])
+
     @cached_property
     def packed(self) -> tuple[IntArray, FloatArray]:
         return P.pack_groups(self.view)
+
+    @cached_property
+    def affinity(self) -> FloatArray:
+        """Cosine of every group's capability profile with what the request's class needs, shape (groups,)."""
+        return self._profile_and_affinity[1]
+
+    @cached_property
+    def profile(self) -> FloatArray:
+        """Capability profile of every group, static and dynamic, shape (groups, len(capability.FEATURES))."""
+        return self._profile_and_affinity[0]
+
+    @cached_property
+    def _profile_and_affinity(self) -> tuple[FloatArray, FloatArray]:
+        class_index = self.request.class_index if self.request is not None else 0
+        return profile_and_affinity(self.view, self.tables.needs[class_index])
 
     @cached_property
     def potential(self) -> float:
@@ -94,9 +130,7 @@ class DecisionPoint:
         Counted from full weight so that it stays near 0 while all goes well: a large Phi times a random discount^dt would
         bury the effect of the one decision in noise.
         """
-        weights = np.array([service.weight for service in SERVICE_CLASSES])
-        everybody = float(weights[self.view.residents.ints[:, 1]].sum())
-        return float(self.estimates[:, P.E_UTILITY].sum()) - everybody
+        return float(_expected_loss(self.estimates, self.view.residents.ints, _WEIGHTS))
 
     @property
     def allowed_groups(self) -> BoolArray:

@@ -1,8 +1,8 @@
-"""The capability profile of one device: what it is (static) and how it is doing (dynamic), as a standardised vector.
+"""The capability profile of a device or a group: what it is (static) and how it is doing (dynamic), as a standardised vector.
 
-Knows devices one by one; what a group of them can do stands in `envs.perf_model`. Similarity, ranking and
-complementarity are functions on these vectors. Datasheet numbers are only the prior: callers pass corrected rates
-where they have measured them.
+A group's profile is that of its ranks together: rates add up, its link is the slowest. How long a step takes stands in
+`envs.perf_model`. Similarity, ranking and complementarity are functions on these vectors. Datasheet numbers are only the
+prior: callers pass corrected rates where they have measured them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from envs.domain.snapshot import FloatArray, IntArray
-from envs.domain.specs import GpuSpec, LinkSpec
+from envs.domain.snapshot import ClusterSnapshot, FloatArray, IntArray
+from envs.domain.specs import GpuSpec, LinkSpec, ModelSpec
+from envs.perf_model.compiled import kernel
 
 STATIC_FEATURES: tuple[str, ...] = ("flop_per_s", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s", "tdp_w")
 DYNAMIC_FEATURES: tuple[str, ...] = ("memory_in_use", "queue_depth", "temperature", "clock", "step_time")
@@ -70,6 +71,11 @@ class CapabilityScale:
             raise ValueError(f"CapabilityScale: needs one mean and one spread for each of {', '.join(STATIC_FEATURES)}")
         if not (np.isfinite(self.log_mean).all() and np.isfinite(self.log_spread).all() and min(self.log_spread) > 0):
             raise ValueError(f"CapabilityScale: means {self.log_mean} must be finite and spreads {self.log_spread} positive")
+
+
+CATALOGUE_SCALE = CapabilityScale((33.38, 24.80, 28.10, 25.13, 5.90), (1.04, 0.79, 0.91, 1.27, 0.66))
+"""Of the 30 GPU types shipped, FLOP/s, bytes, bytes/s, bytes/s, W. Frozen: a policy trained with these numbers must meet the
+same ones after a GPU was added; a test holds them near the catalogue's own."""
 
 
 def static_rates(devices: Sequence[GpuSpec], links: Sequence[LinkSpec]) -> FloatArray:
@@ -129,6 +135,133 @@ def capability_vector(rates: FloatArray, states: Sequence[DeviceState], scale: C
     if len(rates) != len(states):
         raise ValueError(f"capability_vector: {len(rates)} rows of rates, {len(states)} states; give one state per device")
     return np.concatenate([static_vector(rates, scale), dynamic_vector(states)], axis=1)
+
+
+def group_rates(rates: FloatArray) -> FloatArray:
+    """Static features of a group from those of its ranks, shape (ranks, 5) -> (5,): sums, but the slowest link.
+
+    Raises: ValueError for no ranks.
+    """
+    if not rates.shape[0]:
+        raise ValueError("group_rates: no ranks; give the static_rates of at least one")
+    total = rates.sum(axis=0)
+    link = STATIC_FEATURES.index("link_bytes_per_s")
+    total[link] = rates[:, link].min()
+    return np.asarray(total, dtype=np.float64)
+
+
+def group_states(view: ClusterSnapshot) -> list[DeviceState]:
+    """How every group is doing: KV pool in use, requests that wait, and the steps of its slowest rank.
+
+    Temperature and clock stay as usual where nobody reports them; a throttled rank then shows in its step times.
+    """
+    in_use = 1.0 - view.kv_blocks_free / np.maximum(1, view.kv_blocks_total)
+    return [
+        DeviceState(min(1.0, max(0.0, float(used))), float(waiting), step_ratio=float(ratio))
+        for used, waiting, ratio in zip(in_use, view.waiting, view.rank_ratio.max(axis=1), strict=True)
+    ]
+
+
+def class_needs(
+    model: ModelSpec, prompt_tokens: FloatArray, output_tokens: FloatArray, ttft_limit_s: FloatArray, tpot_limit_s: FloatArray
+) -> FloatArray:
+    """What a typical request of each class asks of a group, as a vector in FEATURES order, shape (classes, 10).
+
+    Args of shape (classes,), positive. Static part: the rates at which one such request would just meet its limits (FLOP/s
+    and link for its prompt within the TTFT limit, bytes/s for its weights and KV within the TPOT limit, bytes for its KV),
+    in logs, standardised, relative to the mean class: what this class wants more or less of than the others. Power is
+    nobody's need (0). Dynamic part: -1, every class wants idle memory, no queue, a cool device, full clock, fast steps.
+    """
+    weights = model.weight_bytes
+    active = weights / model.weight_number_bytes * (model.experts_active / model.experts if model.experts else 1.0)
+    tokens = prompt_tokens + output_tokens
+    kv_bytes = model.kv_bytes_per_token * tokens
+    columns = {
+        "flop_per_s": 2.0 * active * prompt_tokens / ttft_limit_s,
+        "memory_bytes": kv_bytes,
+        "memory_bytes_per_s": (weights + kv_bytes) / tpot_limit_s,
+        "link_bytes_per_s": 4.0 * model.layers * model.hidden * prompt_tokens / ttft_limit_s,
+        "tdp_w": np.ones_like(tokens),
+    }
+    logs = _logs(np.stack([columns[name] for name in STATIC_FEATURES], axis=1))
+    static = (logs - logs.mean(axis=0)) / np.array(CATALOGUE_SCALE.log_spread)
+    return np.concatenate([static, np.full((len(static), len(DYNAMIC_FEATURES)), -1.0)], axis=1)
+
+
+@kernel
+def _fill_profile(static, waiting, free, total, rank_ratio, profile):
+    """Profile of every group; the compiled twin of `capability_vector` on `group_states`."""
+    rates = static.shape[1]
+    for g in range(static.shape[0]):
+        row = profile[g]
+        slowest = 0.0
+        for r in range(rank_ratio.shape[1]):
+            slowest = max(slowest, rank_ratio[g, r])
+        for k in range(rates):
+            row[k] = static[g, k]
+        used = min(1.0, max(0.0, 1.0 - free[g] / max(1, total[g])))
+        row[rates] = (used - MEMORY_HALF_FULL) / MEMORY_SPREAD
+        row[rates + 1] = np.log2((1.0 + waiting[g]) / (1.0 + QUEUE_USUAL))
+        row[rates + 2] = 0.0
+        row[rates + 3] = 0.0
+        row[rates + 4] = np.log(slowest) / STEP_SPREAD if slowest > 0.0 else 0.0
+
+
+@kernel
+def _cosines(profile, rates, need, square, out):
+    """Cosine of every profile with `need` into `out`; the first `rates` features count from their mean over the groups."""
+    groups = profile.shape[0]
+    need_square = 0.0
+    for k in range(need.shape[0]):
+        need_square += need[k] * need[k]
+        mean = 0.0
+        if k < rates:
+            for g in range(groups):
+                mean += profile[g, k]
+            mean /= groups
+        for g in range(groups):
+            value = profile[g, k] - mean
+            square[g] += value * value
+            out[g] += value * need[k]
+    for g in range(groups):
+        length = np.sqrt(square[g] * need_square)
+        out[g] = min(1.0, max(-1.0, out[g] / length)) if length > 0.0 else 0.0
+
+
+@kernel
+def profiles_and_cosines(static, waiting, free, total, rank_ratio, need, profile, square, out):
+    """`profile_and_affinity` on arrays, for compiled callers; `square` and `out` (groups,) hold zeros."""
+    _fill_profile(static, waiting, free, total, rank_ratio, profile)
+    _cosines(profile, static.shape[1], need, square, out)
+
+
+def profile_and_affinity(view: ClusterSnapshot, need: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Profile of every group in FEATURES order, shape (groups, 10), and its cosine with a class's `need` (10,), shape (groups,).
+
+    The static part of a profile is `view.static_profile`, the dynamic one that of `group_states`. For the cosine the static
+    part counts relative to the cluster's mean group. Compiled, since it is asked on every decision.
+    """
+    profile = np.empty((view.groups, len(FEATURES)))
+    work = np.zeros((2, view.groups))
+    profiles_and_cosines(
+        view.static_profile, view.waiting, view.kv_blocks_free, view.kv_blocks_total, view.rank_ratio, need, profile, work[0], work[1]
+    )
+    return profile, work[1]
+
+
+PRESENT_WEIGHTS: dict[str, float] = {"memory_in_use": -0.1, "queue_depth": -0.2, "temperature": -0.05, "clock": -CLOCK_SPREAD}
+"""Part of a device's declared strength (log) that one unit of a dynamic feature takes; `step_time` counts in full."""
+
+
+def present_strength(profile: FloatArray) -> FloatArray:
+    """What is left of declared speed as things are, shape (devices,): 1 for a device whose dynamic features are all 0.
+
+    Steps 25 % slower than predicted leave 1 / 1.25; a fuller, busier, hotter or throttled device counts less.
+    """
+    score = -STEP_SPREAD * profile[:, FEATURES.index("step_time")]
+    for name, weight in PRESENT_WEIGHTS.items():
+        score = score + weight * profile[:, FEATURES.index(name)]
+    return np.asarray(np.exp(score), dtype=np.float64)
 
 
 def similarity(left: FloatArray, right: FloatArray) -> FloatArray:

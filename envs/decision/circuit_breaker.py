@@ -449,10 +449,13 @@ class Admission:
     lease: ProbeLease | None = None
 
 
+_ADMITTED = Admission(True)
+
 CLASS_SETTINGS = BreakerSettings(
-    failures_to_open=0, open_for_s=2.0, open_max_s=20.0, calls_min=20, probes_max=4, probes_to_close=4, lease_s=30.0
+    failures_to_open=0, window_s=30.0, open_for_s=2.0, open_max_s=20.0, calls_min=20, probes_max=4, probes_to_close=4, lease_s=30.0
 )
-"""Per class: no rule on consecutive time-outs (a burst times out together), only their share over the window."""
+"""Per class: no rule on consecutive time-outs (a burst times out together), only their share over the window, which is long
+because a time-out is known only once it has happened."""
 
 
 class ClassBreaker:
@@ -482,7 +485,7 @@ class ClassBreaker:
         breaker = self.breakers[class_index]
         state = breaker.state
         if state is State.CLOSED:
-            return Admission(True)
+            return _ADMITTED
         lease = breaker.try_probe()
         if lease is not None:
             return Admission(True, lease=lease)

@@ -34,6 +34,9 @@ def matching_scores(
     compute_ratio: npt.ArrayLike,
     rank_is_present: npt.ArrayLike | None = None,
     observed_over_predicted: npt.ArrayLike = 1.0,
+    baseline_ttft_ratio: npt.ArrayLike = 0.0,
+    baseline_tpot_ratio: npt.ArrayLike = 0.0,
+    profile_affinity: npt.ArrayLike = 1.0,
 ) -> FloatArray:
     """Sub-scores per group in the order of SUB_SCORES, shape (groups, 5), each in [0, 1], larger is better.
 
@@ -45,10 +48,13 @@ def matching_scores(
             None takes every rank as present.
         compute_ratio: the group's compute rate over what it must deliver with this request.
         observed_over_predicted: measured / predicted step time; > 1 lengthens the predicted times and lowers the rate.
+        baseline_ttft_ratio, baseline_tpot_ratio: what a typical request of the class meets on the group alone, over its
+            limits; a floor for the expected ratios. 0: no baseline.
+        profile_affinity: cosine of the group's capability profile with the class's need, -1 to 1; 1 leaves compute_fit as it is.
 
-    compute_fit = min(1, ratio / correction). memory_headroom = 1 - needed / free, 0 when it does not fit.
-    communication_efficiency = 1 - comm_fraction. latency_expectation = the worse of 1 / (1 + time / limit) for TTFT and TPOT:
-    1/2 exactly at the limit. internal_balance = mean / max of busy ranks, 1 when all idle.
+    compute_fit = min(1, ratio / correction) x (3 + affinity) / 4. memory_headroom = 1 - needed / free, 0 when it does not fit.
+    communication_efficiency = 1 - comm_fraction. latency_expectation = the worse of 1 / (1 + time / limit) for TTFT and TPOT,
+    no better than the baselines': 1/2 exactly at the limit. internal_balance = mean / max of busy ranks, 1 when all idle.
     Raises: ValueError naming the argument that is not finite, negative, or out of its range.
     """
     busy = _checked("rank_busy_fraction", rank_busy_fraction, 0.0)
@@ -61,8 +67,13 @@ def matching_scores(
     communication = _checked("comm_fraction", comm_fraction, 0.0)
     if (communication > 1.0).any():
         raise ValueError(f"comm_fraction has a maximum of {communication.max()}; give a fraction of the step in [0, 1]")
+    ttft = np.maximum(ttft, _checked("baseline_ttft_ratio", baseline_ttft_ratio, 0.0))
+    tpot = np.maximum(tpot, _checked("baseline_tpot_ratio", baseline_tpot_ratio, 0.0))
+    affinity = _checked("profile_affinity", profile_affinity, -1.0)
+    if (affinity > 1.0).any():
+        raise ValueError(f"profile_affinity has a maximum of {affinity.max()}; give a cosine in [-1, 1]")
     parts = (
-        np.minimum(1.0, _checked("compute_ratio", compute_ratio, 0.0) / correction),
+        np.minimum(1.0, _checked("compute_ratio", compute_ratio, 0.0) / correction) * (0.75 + 0.25 * affinity),
         _headroom(needed, free),
         1.0 - communication,
         1.0 / (1.0 + np.maximum(ttft, tpot)),

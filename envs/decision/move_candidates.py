@@ -32,7 +32,8 @@ class DeclaredHealth:
     """What the control plane knows of the groups: parked, draining; speed_factors[g] (ranks,) is measured speed over
     declared speed, 0 for a lost rank. cold_start_s and rebuild_s are prices in seconds. overlaps[g]: what the ranks hold
     beyond their shares, by default the usual window; older[g]: the plan that residents of the plan before the present one
-    still use and their KV tokens, which must move before a third plan lives, by default none."""
+    still use and their KV tokens, which must move before a third plan lives, by default none. may_restore (groups,): False
+    while a group must stay on the subset it fell back to, since a rank that does not work shows no speed; None: nobody must."""
 
     is_parked: BoolArray
     is_draining: BoolArray
@@ -41,6 +42,7 @@ class DeclaredHealth:
     rebuild_s: float
     overlaps: tuple[Overlap, ...] = ()
     older: tuple[tuple[SplitPlan, int], ...] = ()
+    may_restore: BoolArray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,9 +77,7 @@ def _coarse(value: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _planned(
-    group: TpGroup, corner: str, mix: split_planner.StepMix, factors: tuple[float, ...]
-) -> tuple[SplitPlan, float] | None:
+def _planned(group: TpGroup, corner: str, mix: split_planner.StepMix, factors: tuple[float, ...]) -> tuple[SplitPlan, float] | None:
     """Plan of a corner and its predicted step; None when it is infeasible. Cached: the planner takes milliseconds."""
     speeds = np.array(factors)
     try:
@@ -104,9 +104,7 @@ def planned_split(view: ClusterSnapshot, g: int, group: TpGroup, corner: str, fa
     return None if found is None else found[0]
 
 
-def switch_price_s(
-    group: TpGroup, plan: SplitPlan, new: SplitPlan, overlap: Overlap, older: tuple[SplitPlan, int] | None = None
-) -> float:
+def switch_price_s(group: TpGroup, plan: SplitPlan, new: SplitPlan, overlap: Overlap, older: tuple[SplitPlan, int] | None = None) -> float:
     """Seconds that going from `plan` to `new` stops the group: weights beyond the overlap, and the KV of residents of the
     `older` plan (plan, KV tokens), which moves to `plan` before a third one lives."""
     price = _weights_price(group, plan, new, overlap)
@@ -273,7 +271,8 @@ def _scale_rows(
 def _subset_rows(
     view: ClusterSnapshot, groups: Sequence[TpGroup], plans: Sequence[SplitPlan], health: DeclaredHealth
 ) -> list[tuple[Command, tuple[float, ...]]]:
-    """Fall back where a rank runs at less than half its declared speed; restore where ranks stand unused though well."""
+    """Fall back where a rank runs at less than half its declared speed; restore where ranks stand unused though well, after
+    the stay that a fall-back lasts at least."""
     rows: list[tuple[Command, tuple[float, ...]]] = []
     for g, (group, plan, factors) in enumerate(zip(groups, plans, health.speed_factors, strict=True)):
         if len(group.ranks) < 2 or not view.is_up[g]:
@@ -286,7 +285,7 @@ def _subset_rows(
             except split_planner.InfeasibleSplit:
                 continue
             command = Command(CommandKind.FALL_BACK, g)
-        elif not used.all() and (factors[~used] > 0.5).all():
+        elif not used.all() and (factors[~used] > 0.5).all() and (health.may_restore is None or health.may_restore[g]):
             other = split_planner.corner_plan(group, "planner", mix, speed_factors=factors)
             command = Command(CommandKind.RESTORE, g)
         else:

@@ -14,12 +14,14 @@ import numpy.typing as npt
 
 from envs.decision import predictor as P
 from envs.decision.actions import CORNER_COUNT, DecisionPoint
+from envs.decision.capability import FEATURES as PROFILE
+from envs.decision.capability import profiles_and_cosines
 from envs.decision.circuit_breaker import State
 from envs.domain.commands import CommandKind
 from envs.domain.requests import SERVICE_CLASSES
 from envs.perf_model.compiled import inner_kernel, kernel
 
-OBSERVATION_VERSION = 2
+OBSERVATION_VERSION = 3
 BOUND = 10.0
 
 GROUP_FEATURES = (
@@ -38,6 +40,9 @@ GROUP_FEATURES = (
     "is_draining",
     "log_work_left_s",
     "utility_per_resident",
+    "log_slowest_rank",
+    "log_rank_spread",
+    "correction_std",
 )
 ROUTE_FEATURES = (
     "log_ttft_over_limit",
@@ -52,6 +57,12 @@ ROUTE_FEATURES = (
     "log_completion_over_best",
     "net_utility_below_best",
     "is_best_completion",
+    "log_baseline_ttft_over_limit",
+    "log_baseline_time_over_best",
+    "log_baseline_kv_over_free",
+    "profile_affinity",
+    "log_class_ttft_ratio",
+    "log_class_tpot_ratio",
 )
 MOVE_FEATURES = ("log_speedup", "log_price_s", "affected_log", "target_log_backlog_s", "utility_delta")
 FEATURES: tuple[str, ...] = (
@@ -88,6 +99,7 @@ _GROUP_AT = _CORNER_AT + CORNER_COUNT
 _ROUTE_AT = _GROUP_AT + len(GROUP_FEATURES)
 _MOVE_AT = _ROUTE_AT + len(ROUTE_FEATURES)
 _NO_MOVES = np.zeros((0, len(MOVE_FEATURES)))
+_NO_HITS = np.zeros(0, np.int64)
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -116,8 +128,25 @@ def _deviation(busy):
     return 1.0 - total / max(1, ranks) / max(busiest, 1e-9)
 
 
+@inner_kernel
+def _rank_extremes(ratio):
+    """Largest and smallest measured / declared time over the ranks there are (absent ones are 0); 1 and 1 for none."""
+    slowest = 0.0
+    fastest = math.inf
+    for value in ratio:
+        if value > 0.0:
+            slowest = max(slowest, value)
+            fastest = min(fastest, value)
+    if slowest == 0.0:
+        return 1.0, 1.0
+    return slowest, fastest
+
+
 @kernel
-def _group_rows(ints, floats, capability, breaker_state, report_age_s, rank_busy, is_up, is_draining, estimates, tightest_s, out):
+def _group_rows(
+    ints, floats, capability, breaker_state, report_age_s, rank_busy, rank_ratio, correction_std, is_up, is_draining, estimates,
+    tightest_s, out,
+):  # fmt: skip
     """Group features of every group into `out` (G, GROUP_FEATURES)."""
     for g in range(ints.shape[0]):
         row = out[g]
@@ -137,13 +166,20 @@ def _group_rows(ints, floats, capability, breaker_state, report_age_s, rank_busy
         row[12] = is_draining[g]
         row[13] = math.log1p(estimates[g, P.E_WORK_LEFT_S])
         row[14] = estimates[g, P.E_UTILITY] / max(1, everyone)
+        slowest, fastest = _rank_extremes(rank_ratio[g])
+        row[15] = math.log(slowest)
+        row[16] = math.log(slowest / fastest)
+        row[17] = correction_std[g]
 
 
 @kernel
-def _route_rows(estimates, hits, prompt, allowed, out):
+def _route_rows(estimates, hits, prompt, allowed, ints, floats, baseline, block_tokens, affinity, ratio, class_index, out):
     """Route features of every group, after its group features in `out`; comparisons are with the best allowed group.
-    Returns the best net utility."""
-    best_ttft = best_completion = math.inf
+
+    baseline (groups, BASELINES): what a typical request of the class costs each group; affinity (groups,); ratio (groups,
+    classes, 2): observed / predicted. Returns the best net utility.
+    """
+    best_ttft = best_completion = best_base = math.inf
     best_net = -math.inf
     best_index = -1
     for g in range(estimates.shape[0]):
@@ -153,6 +189,7 @@ def _route_rows(estimates, hits, prompt, allowed, out):
                 best_completion = estimates[g, P.E_COMPLETION_S]
                 best_index = g
             best_net = max(best_net, estimates[g, P.E_OWN] + estimates[g, P.E_HARM])
+            best_base = min(best_base, baseline[g, P.B_TIME_S] * floats[g, 2])
     for g in range(estimates.shape[0]):
         row = out[g, len(GROUP_FEATURES) :]
         net = estimates[g, P.E_OWN] + estimates[g, P.E_HARM]
@@ -169,6 +206,12 @@ def _route_rows(estimates, hits, prompt, allowed, out):
             row[9] = _log(estimates[g, P.E_COMPLETION_S] / max(best_completion, 1e-6), 1e-4)
             row[10] = net - best_net
             row[11] = 1.0 if g == best_index else 0.0
+            row[13] = _log(baseline[g, P.B_TIME_S] * floats[g, 2] / max(best_base, 1e-6), 1e-4)
+        row[12] = _log(baseline[g, P.B_TTFT_RATIO] * floats[g, 2], 1e-4)
+        row[14] = _log(baseline[g, P.B_KV_TOKENS] / max(1, ints[g, 2] * block_tokens), 1e-4)
+        row[15] = affinity[g]
+        row[16] = math.log(ratio[g, class_index, 0])
+        row[17] = math.log(ratio[g, class_index, 1])
     return best_net if best_index >= 0 else 0.0
 
 
@@ -220,18 +263,38 @@ def _fill_context(values, both, is_up, hold_fraction, best_net, out):
     out[at + 5] = _clipped(max(1, up) / max(1, groups))
 
 
+@kernel
+def _all_rows(
+    ints, floats, capability, breaker_state, report_age_s, rank_busy, rank_ratio, correction_std, is_up, is_draining, estimates,
+    tightest_s, hits, prompt, allowed, baseline, block_tokens, static, needs, profile, square, affinity, ratio, class_index, out,
+):  # fmt: skip
+    """Group rows and, where class_index >= 0, route rows; profile, square and affinity are scratch (zeros). Best net utility."""
+    _group_rows(
+        ints, floats, capability, breaker_state, report_age_s, rank_busy, rank_ratio, correction_std, is_up, is_draining, estimates,
+        tightest_s, out,
+    )  # fmt: skip
+    if class_index < 0:
+        return 0.0
+    profiles_and_cosines(static, ints[:, 1], ints[:, 2], ints[:, 3], rank_ratio, needs[class_index], profile, square, affinity)
+    return _route_rows(
+        estimates, hits, prompt, allowed, ints, floats, baseline[class_index], block_tokens, affinity, ratio, class_index, out
+    )
+
+
 def _feature_rows(point: DecisionPoint) -> tuple[npt.NDArray[np.float64], float]:
     """Group features followed by route features (zero without a request) of every group, and the best net utility."""
-    view = point.view
+    view, tables, request = point.view, point.tables, point.request
     ints, floats = point.packed
-    both = np.zeros((view.groups, len(GROUP_FEATURES) + len(ROUTE_FEATURES)))
-    _group_rows(
-        ints, floats, view.capability, view.breaker_state, view.report_age_s, view.rank_busy_fraction, view.is_up, view.is_draining,
-        point.estimates, point.tightest_tpot_s, both,
+    groups = view.groups
+    both = np.zeros((groups, len(GROUP_FEATURES) + len(ROUTE_FEATURES)))
+    profile, work = np.empty((groups, len(PROFILE))), np.zeros((2, groups))
+    prompt, class_index, hits = (0, -1, _NO_HITS) if request is None else (request.prompt_tokens, request.class_index, point.hits)
+    best_net = _all_rows(
+        ints, floats, view.capability, view.breaker_state, view.report_age_s, view.rank_busy_fraction, view.rank_ratio,
+        view.correction_std, view.is_up, view.is_draining, point.estimates, point.tightest_tpot_s, hits, prompt,
+        point.allowed_groups, tables.baseline, view.kv_block_tokens, view.static_profile, tables.needs, profile, work[0], work[1],
+        view.class_ratio, class_index, both,
     )  # fmt: skip
-    best_net = 0.0
-    if point.request is not None:
-        best_net = _route_rows(point.estimates, point.hits, point.request.prompt_tokens, point.allowed_groups, both)
     return both, best_net
 
 

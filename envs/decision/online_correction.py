@@ -7,13 +7,14 @@ yet means ratio 1 (K13). Leaves to others what is predicted and what is done wit
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from envs.domain.snapshot import FloatArray, IntArray
+from envs.perf_model.compiled import inner_kernel, kernel
 
 RATIO_MIN = 0.05
 RATIO_MAX = 50.0
@@ -39,6 +40,12 @@ class CorrectionSettings:
         for name in ("prior_std", "noise_std", "drift_std_per_sqrt_s", "surprise", "surprises_to_restart"):
             if not 0 < getattr(self, name) < np.inf:
                 raise ValueError(f"CorrectionSettings: {name}={getattr(self, name)} must be positive and finite")
+
+    @property
+    def compiled(self) -> tuple[float, float, float, float, int]:
+        """The last five arguments of `follow_one` and `follow_ratio`."""
+        variances = (self.prior_std**2, self.noise_std**2, self.drift_std_per_sqrt_s**2)
+        return (*variances, float(self.surprise), self.surprises_to_restart)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,36 +79,46 @@ def initial(shape: tuple[int, ...], settings: CorrectionSettings | None = None) 
     return CorrectionState(np.zeros(shape), np.full(shape, chosen.prior_std**2), zeros, zeros.copy())
 
 
-@njit(cache=True)
-def follow_ratio(
-    log_ratio: FloatArray, variance: FloatArray, samples: IntArray, surprises: IntArray,
-    predicted_s: FloatArray, observed_s: FloatArray, elapsed_s: FloatArray,
-    prior_var: float, noise_var: float, drift_var_per_s: float, surprise: float, surprises_to_restart: int,
-) -> None:  # fmt: skip
-    """Advance flat arrays in place, one Kalman step each; compiled, for callers that own their arrays (see `update`)."""
-    log_min, log_max = np.log(RATIO_MIN), np.log(RATIO_MAX)
-    for i in range(log_ratio.size):
-        var = min(variance[i] + drift_var_per_s * max(elapsed_s[i], 0.0), prior_var)
-        predicted, observed = predicted_s[i], observed_s[i]
-        if predicted > 0.0 and observed > 0.0 and predicted < np.inf and observed < np.inf:  # False for NaN: no measurement
-            measured = min(max(np.log(observed / predicted), log_min), log_max)
-            innovation = measured - log_ratio[i]
-            limit = surprise * np.sqrt(var + noise_var)
-            if abs(innovation) <= limit:
+@inner_kernel
+def follow_one(
+    i, log_ratio, variance, samples, surprises, predicted_s, observed_s, elapsed_s,
+    prior_var, noise_var, drift_var_per_s, surprise, surprises_to_restart,
+):  # fmt: skip
+    """One Kalman step of element `i` of flat arrays, in place; for compiled callers (see `update` for the arguments)."""
+    log_min, log_max = math.log(RATIO_MIN), math.log(RATIO_MAX)
+    var = min(variance[i] + drift_var_per_s * max(elapsed_s, 0.0), prior_var)
+    if predicted_s > 0.0 and observed_s > 0.0 and predicted_s < math.inf and observed_s < math.inf:  # False for NaN: not measured
+        measured = min(max(math.log(observed_s / predicted_s), log_min), log_max)
+        innovation = measured - log_ratio[i]
+        limit = surprise * math.sqrt(var + noise_var)
+        if abs(innovation) <= limit:
+            surprises[i] = 0
+        else:
+            sign = 1 if innovation > 0.0 else -1
+            surprises[i] = surprises[i] + sign if surprises[i] * sign > 0 else sign
+            if abs(surprises[i]) >= surprises_to_restart:
+                var = prior_var
                 surprises[i] = 0
-            else:
-                sign = 1 if innovation > 0.0 else -1
-                surprises[i] = surprises[i] + sign if surprises[i] * sign > 0 else sign
-                if abs(surprises[i]) >= surprises_to_restart:
-                    var = prior_var
-                    surprises[i] = 0
-                    limit = abs(innovation)  # a jump is believed in full
-                innovation = min(max(innovation, -limit), limit)
-            gain = var / (var + noise_var)
-            log_ratio[i] = min(max(log_ratio[i] + gain * innovation, log_min), log_max)
-            var = (1.0 - gain) * var
-            samples[i] += 1
-        variance[i] = var
+                limit = abs(innovation)  # a jump is believed in full
+            innovation = min(max(innovation, -limit), limit)
+        gain = var / (var + noise_var)
+        log_ratio[i] = min(max(log_ratio[i] + gain * innovation, log_min), log_max)
+        var = (1.0 - gain) * var
+        samples[i] += 1
+    variance[i] = var
+
+
+@kernel
+def follow_ratio(
+    log_ratio, variance, samples, surprises, predicted_s, observed_s, elapsed_s,
+    prior_var, noise_var, drift_var_per_s, surprise, surprises_to_restart,
+):  # fmt: skip
+    """Advance flat arrays in place, one Kalman step each; compiled, for callers that own their arrays (see `update`)."""
+    for i in range(log_ratio.size):
+        follow_one(
+            i, log_ratio, variance, samples, surprises, predicted_s[i], observed_s[i], elapsed_s[i],
+            prior_var, noise_var, drift_var_per_s, surprise, surprises_to_restart,
+        )  # fmt: skip
 
 
 def update(
@@ -125,8 +142,7 @@ def update(
     new = CorrectionState(state.log_ratio.copy(), state.variance.copy(), state.samples.copy(), state.surprises.copy())
     follow_ratio(
         new.log_ratio.reshape(-1), new.variance.reshape(-1), new.samples.reshape(-1), new.surprises.reshape(-1),
-        predicted, observed, elapsed,
-        chosen.prior_std**2, chosen.noise_std**2, chosen.drift_std_per_sqrt_s**2, chosen.surprise, chosen.surprises_to_restart,
+        predicted, observed, elapsed, *chosen.compiled,
     )  # fmt: skip
     return new
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from envs.decision.request_classes import ClassBaseline, class_baseline
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import ClusterSnapshot, FloatArray, IntArray
 from envs.perf_model.compiled import ZERO, inner_kernel, kernel
@@ -22,6 +23,10 @@ from envs.perf_model.step_time import step_parts
 (E_TTFT_S, E_TPOT_S, E_COMPLETION_S, E_OWN, E_HARM, E_UTILITY, E_STEP_S, E_STEP_AFTER_S, E_BACKLOG_S, E_PREFILL_RATE) = range(10)
 (E_KV_WAIT_S, E_WORK_LEFT_S, E_TTFT_RATIO, E_TPOT_RATIO) = range(10, 14)
 ESTIMATES = 14
+
+# Columns of the baseline table (classes, G, BASELINES): a typical request's TTFT and TPOT over their limits, its time in s, its KV.
+(B_TTFT_RATIO, B_TPOT_RATIO, B_TIME_S, B_KV_TOKENS) = range(4)
+BASELINES = 4
 
 SOFTNESS = 0.2  # width of the soft limit, as a share of the limit: our own prediction error is about that large
 LATENESS_PRICE = 0.02  # utility lost per limit of lateness; keeps a gradient where a request is hopeless
@@ -44,7 +49,10 @@ class PredictorTables:
     """What the predictor knows beside the snapshot. rank_cost (G, 2, R, RANK_COLUMNS), group_cost (G, GROUP_COLUMNS);
     plan (G,) plan slot in force; remaining_tokens (classes, REMAINING_BINS) expected further tokens given those made, and
     remaining_quantiles (classes, REMAINING_BINS, QUANTILES) their quantiles;
-    chunk_tokens (G,) largest prefill chunk; limit_multiplier scales the class limits; head_start_s per priority level."""
+    chunk_tokens (G,) largest prefill chunk; baseline (classes, G, BASELINES), columns B_*: what a typical request of each class
+    costs each group alone, before the group's correction;
+    needs (classes, capability.FEATURES): what it asks of a group; limit_multiplier scales the class limits;
+    head_start_s per priority level."""
 
     rank_cost: FloatArray
     group_cost: FloatArray
@@ -54,6 +62,8 @@ class PredictorTables:
     chunk_tokens: IntArray
     residual: FloatArray
     slow: FloatArray
+    baseline: FloatArray
+    needs: FloatArray
     limit_multiplier: float = 1.0
     head_start_s: float = 2.0
 
@@ -142,9 +152,7 @@ def _residents(now_s, first, last, ints, floats, limits, table, step_s, step_aft
         ahead_s += ints[i, 4] / rate
         behind_s = 0.0 if ints[i, 5] == 1 or floats[i, 2] <= key else own_s
         redo_s = ahead_s if ints[i, 4] > 0 else 0.0  # it must recompute first
-        before += _resident_utility(
-            now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_s, 0.0, ahead_s, redo_s
-        )
+        before += _resident_utility(now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_s, 0.0, ahead_s, redo_s)
         after += _resident_utility(
             now_s, prompt, generated, remaining, arrival_s, made_s, limit, step_after_s, own_s, ahead_s + behind_s, redo_s
         )
@@ -313,3 +321,46 @@ def estimate_routes(
         out,
     )
     return out
+
+
+@kernel
+def _alone(prompt, output, rank_cost, group_cost, residual, slow, plan, chunk, rate, step_s):
+    """Prefill rate (classes, G) and decode step (classes, G) of one request alone in each group."""
+    for c in range(prompt.shape[0]):
+        for g in range(plan.shape[0]):
+            width = min(prompt[c], chunk[g])
+            costs = (rank_cost, group_cost, residual, slow)
+            rate[c, g] = width / _step_s(g, plan[g], width, 0.5 * prompt[c] * width, 0, 1, *costs)
+            step_s[c, g] = _step_s(g, plan[g], 1, 0.0, prompt[c] + output[c] // 2, 1, *costs)
+
+
+def baselines(
+    prompt_tokens: FloatArray,
+    output_tokens: FloatArray,
+    rank_cost: FloatArray,
+    group_cost: FloatArray,
+    residual: FloatArray,
+    slow: FloatArray,
+    plan: IntArray,
+    chunk_tokens: IntArray,
+    kv_bytes_per_token: float,
+) -> ClassBaseline:
+    """What a typical request of each class (prompt_tokens, output_tokens, shape (classes,), >= 1) costs each group that does
+    nothing else, by the schedulers' model. The rest as in `PredictorTables`."""
+    classes, groups = len(prompt_tokens), len(plan)
+    rate, step_s = np.empty((classes, groups)), np.empty((classes, groups))
+    typical = np.maximum(1, np.rint(np.stack([prompt_tokens, output_tokens]))).astype(np.int64)
+    _alone(typical[0], typical[1], rank_cost, group_cost, residual, slow, plan, chunk_tokens, rate, step_s)
+    return class_baseline(typical[0], typical[1], rate, step_s, kv_bytes_per_token)
+
+
+def baseline_table(baseline: ClassBaseline, limit_multiplier: float = 1.0) -> FloatArray:
+    """`baseline` against the class limits, shape (classes, G, BASELINES), columns B_*."""
+    limits = class_limits(limit_multiplier)
+    ttft_limit_s = limits[:, 0] + limits[:, 1] * baseline.prompt_tokens
+    table = np.empty((*baseline.time_s.shape, BASELINES))
+    table[..., B_TTFT_RATIO] = baseline.ttft_s / ttft_limit_s[:, None]
+    table[..., B_TPOT_RATIO] = baseline.step_s / limits[:, 2, None]
+    table[..., B_TIME_S] = baseline.time_s
+    table[..., B_KV_TOKENS] = (baseline.prompt_tokens + baseline.output_tokens)[:, None]
+    return table

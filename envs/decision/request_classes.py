@@ -13,12 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from envs.domain.requests import CLASS_INDEX, SERVICE_CLASSES
+from envs.domain.requests import CLASS_INDEX, LABEL_ALIASES, SERVICE_CLASSES, class_of_label
 from envs.domain.snapshot import FloatArray
 from envs.domain.suggestions import unknown_name
-
-LABEL_ALIASES: dict[str, str] = {"interactive": "chat", "conversation": "chat", "agent": "code", "summarization": "batch"}
-"""Labels in use elsewhere, by the class that they mean here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +57,10 @@ PREFIX_SHARE_REUSED = 1.0 / 3.0
 
 def label_class(label: str) -> int:
     """Class index of a label or alias, case ignored. Raises ValueError with the known ones."""
-    name = label.strip().lower()
-    name = LABEL_ALIASES.get(name, name)
-    if name not in CLASS_INDEX:
+    index = class_of_label(label)
+    if index is None:
         raise ValueError(unknown_name("service class", label, [*CLASS_INDEX, *LABEL_ALIASES]))
-    return CLASS_INDEX[name]
+    return index
 
 
 def class_log_scores(
@@ -155,9 +151,16 @@ class GapStatistics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassBaseline:
-    """What one typical request of a class costs a group that does nothing else; arrays of shape (classes, groups)."""
+    """What one typical request of a class costs a group that does nothing else.
 
+    prompt_tokens, output_tokens: the typical request, shape (classes,). ttft_s, step_s (one decode step), time_s, kv_bytes:
+    shape (classes, groups).
+    """
+
+    prompt_tokens: FloatArray
+    output_tokens: FloatArray
     ttft_s: FloatArray
+    step_s: FloatArray
     time_s: FloatArray
     kv_bytes: FloatArray
 
@@ -172,18 +175,43 @@ def class_baseline(
     """Unloaded time and peak KV memory per class and group.
 
     Args: prompt_tokens and output_tokens, shape (classes,), output_tokens >= 1; prefill_tokens_per_s, step_s (one decode
-    step of one request) and kv_bytes_per_token (over all ranks), shape (groups,) or a scalar.
+    step of one request) and kv_bytes_per_token (over all ranks), shape (groups,), (classes, groups) or a scalar.
     Returns: ttft_s = prompt / prefill rate; time_s = ttft_s + (output - 1) x step; kv_bytes = (prompt + output) x bytes per
     token. A group that does not serve (rate 0) has infinite times.
     Raises: ValueError for negative inputs or fewer than one output token.
     """
     prompt = np.asarray(prompt_tokens, dtype=np.float64)[:, None]
     output = np.asarray(output_tokens, dtype=np.float64)[:, None]
-    rate = np.atleast_1d(np.asarray(prefill_tokens_per_s, dtype=np.float64))[None, :]
-    step = np.atleast_1d(np.asarray(step_s, dtype=np.float64))[None, :]
-    token_bytes = np.atleast_1d(np.asarray(kv_bytes_per_token, dtype=np.float64))[None, :]
+    rate = np.atleast_2d(np.asarray(prefill_tokens_per_s, dtype=np.float64))
+    step = np.atleast_2d(np.asarray(step_s, dtype=np.float64))
+    token_bytes = np.atleast_2d(np.asarray(kv_bytes_per_token, dtype=np.float64))
     if (prompt < 0).any() or (output < 1).any() or (rate < 0).any() or (step < 0).any() or (token_bytes < 0).any():
         raise ValueError("class_baseline: an input is negative, or output_tokens is under 1; give counts, rates and seconds")
     ttft_s = np.divide(prompt, rate, out=np.full(np.broadcast_shapes(prompt.shape, rate.shape), np.inf), where=rate > 0)
     time_s = ttft_s + (output - 1.0) * step
-    return ClassBaseline(ttft_s, time_s, np.broadcast_to((prompt + output) * token_bytes, time_s.shape))
+    kv_bytes = np.broadcast_to((prompt + output) * token_bytes, time_s.shape)
+    return ClassBaseline(prompt[:, 0], output[:, 0], ttft_s, np.broadcast_to(step, time_s.shape), time_s, kv_bytes)
+
+
+class TypicalPrompts:
+    """Prompt length of a typical request per class: exponential mean of its logarithm, begun from the published mixtures.
+
+    O(1) per arrival, fixed memory; the last `memory_arrivals` of a class count.
+    """
+
+    def __init__(self, prior_arrivals: float = 20.0, memory_arrivals: float = 500.0) -> None:
+        if not 0 < prior_arrivals <= memory_arrivals:
+            raise ValueError(f"TypicalPrompts: need 0 < prior_arrivals={prior_arrivals} <= memory_arrivals={memory_arrivals}")
+        mixtures = [CLASS_FEATURES[service.name].prompt for service in SERVICE_CLASSES]
+        self._log_mean = [sum(weight * mu for weight, mu, _ in mixture) / sum(row[0] for row in mixture) for mixture in mixtures]
+        self._counts = [prior_arrivals] * len(mixtures)
+        self._memory_arrivals = memory_arrivals
+
+    def observe(self, class_index: int, prompt_tokens: int) -> None:
+        """A request of the class has arrived; prompt_tokens >= 1."""
+        self._counts[class_index] = count = min(self._counts[class_index] + 1.0, self._memory_arrivals)
+        self._log_mean[class_index] += (math.log(prompt_tokens) - self._log_mean[class_index]) / count
+
+    def tokens(self) -> FloatArray:
+        """Geometric mean of the prompt lengths of each class, shape (classes,), >= 1."""
+        return np.asarray(np.exp(np.array(self._log_mean)), dtype=np.float64)

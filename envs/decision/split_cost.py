@@ -15,6 +15,7 @@ from envs.decision import split_search
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.domain.specs import ModelSpec
 from envs.perf_model import memory_fit
+from envs.perf_model.all_reduce import ring_factors
 from envs.perf_model.memory_fit import (
     ACTIVATION_NUMBER_BYTES,
     DEFAULT_ROOM,
@@ -267,11 +268,6 @@ def _vocabulary_stage(model: ModelSpec, block: int, sampled: FloatArray, comm_s:
     return Stage(-(-model.vocabulary // block), 1, (operation,), comm_s)
 
 
-def all_reduce_s(ranks: int, sent_bytes: FloatArray, alpha_s: float, beta_s_per_byte: float) -> FloatArray:
-    """Ring all-reduce: 2 (n - 1) messages of 1/n of the bytes each, one after another. Source: Thakur et al., IJHPCA 2005."""
-    return np.asarray(2.0 * (ranks - 1) * (alpha_s + sent_bytes / ranks * beta_s_per_byte), dtype=np.float64)
-
-
 def split_problem(group: TpGroup, mix: StepMix, speed: RankSpeed | None, factors: FloatArray | None, terms: PlanTerms) -> SplitProblem:
     """Tables' ingredients and memory of one planning problem. Raises: ValueError for a wrong rank count or MLP block."""
     model, ranks = group.model, len(group.ranks)
@@ -281,7 +277,9 @@ def split_problem(group: TpGroup, mix: StepMix, speed: RankSpeed | None, factors
         raise ValueError(f"rank speeds for {given} ranks, group {group.name!r} has {ranks}; give one per rank")
     prefill = np.array([tokens for _, tokens in mix.kinds])
     tokens = mix.decode_sequences + prefill
-    comm_s = all_reduce_s(ranks, tokens * model.hidden * ACTIVATION_NUMBER_BYTES, *terms.link(group))
+    steps, moved = ring_factors(ranks)
+    alpha_s, beta_s_per_byte = terms.link(group)
+    comm_s = steps * alpha_s + moved * tokens * model.hidden * ACTIVATION_NUMBER_BYTES * beta_s_per_byte
     block = memory_fit.default_mlp_block(model) if terms.mlp_block is None else terms.mlp_block
     if block < 1 or model.mlp_width % block:
         raise ValueError(f"mlp_block={block} does not divide mlp_width={model.mlp_width} of {model.name!r}; give a divisor")
@@ -340,6 +338,16 @@ def stage_times_s(problem: SplitProblem, plan: SplitPlan) -> list[FloatArray]:
     return [stage.rank_times_s(units, runs, problem.speed) for stage, (units, runs) in zip(problem.stages, held, strict=True)]
 
 
+def _priced(
+    group: TpGroup, plan: SplitPlan, mix: StepMix, factors: FloatArray | None, speed: RankSpeed | None, terms: PlanTerms
+) -> tuple[SplitProblem, list[FloatArray]]:
+    """The planning problem and each stage's times under `plan`. Raises: ValueError when plan and group differ in ranks."""
+    if plan.ranks != len(group.ranks):
+        raise ValueError(f"plan has {plan.ranks} ranks, group {group.name!r} has {len(group.ranks)}; plan for this group")
+    problem = split_problem(group, mix, speed, factors, terms)
+    return problem, stage_times_s(problem, plan)
+
+
 def rank_times(
     group: TpGroup,
     plan: SplitPlan,
@@ -350,8 +358,8 @@ def rank_times(
     terms: PlanTerms = DEFAULT_TERMS,
 ) -> RankTimes:
     """Seconds each rank is busy per stage of an expected step, and the step's all-reduce seconds, hidden or not."""
-    problem = split_problem(group, mix, speed, speed_factors, terms)
-    busy = [problem.kind_weight @ times for times in stage_times_s(problem, plan)]
+    problem, stages = _priced(group, plan, mix, speed_factors, speed, terms)
+    busy = [problem.kind_weight @ times for times in stages]
     communication = sum(float(problem.kind_weight @ stage.comm_s) for stage in problem.stages)
     return RankTimes(busy[0], busy[1], busy[2], communication)
 
@@ -372,10 +380,8 @@ def step_cost_s(
     lost rank has work. Raises: ValueError when plan, speeds and group differ in ranks or the plan does not cover the model.
     Source: roofline bound, Williams et al., CACM 52(4), 2009, per kernel.
     """
-    if plan.ranks != len(group.ranks):
-        raise ValueError(f"plan has {plan.ranks} ranks, group {group.name!r} has {len(group.ranks)}; plan for this group")
-    problem = split_problem(group, mix, speed, speed_factors, terms)
-    return sum(problem.stage_s(index, times) for index, times in enumerate(stage_times_s(problem, plan)))
+    problem, stages = _priced(group, plan, mix, speed_factors, speed, terms)
+    return sum(problem.stage_s(index, times) for index, times in enumerate(stages))
 
 
 def deviation(rank_times_s: FloatArray) -> float:

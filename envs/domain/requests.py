@@ -17,7 +17,7 @@ class ServiceClass:
     weight: float
     priority: int = 0
 
-    def ttft_limit_s(self, prompt_tokens: int) -> float:
+    def ttft_limit_s(self, prompt_tokens: float) -> float:
         return self.ttft_base_s + self.ttft_per_prompt_token_s * prompt_tokens
 
 
@@ -29,6 +29,15 @@ SERVICE_CLASSES: tuple[ServiceClass, ...] = (
 """The frozen classes of DESIGN section 8; an index into this tuple is a `class_index`."""
 
 CLASS_INDEX: dict[str, int] = {service.name: index for index, service in enumerate(SERVICE_CLASSES)}
+
+LABEL_ALIASES: dict[str, str] = {"interactive": "chat", "conversation": "chat", "agent": "code", "summarization": "batch"}
+"""Labels in use elsewhere, by the class that they mean here."""
+
+
+def class_of_label(label: str) -> int | None:
+    """Class index of a label or alias, case ignored; None for one that means nothing here."""
+    name = label.strip().lower()
+    return CLASS_INDEX.get(LABEL_ALIASES.get(name, name))
 
 
 @dataclass(frozen=True, slots=True)

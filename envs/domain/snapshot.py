@@ -37,6 +37,10 @@ class ClusterSnapshot:
     report_age_s: age of what was reported; our own in-flight counts are always fresh.
     plan_corner: which split corner is in force (index into envs.decision.split_planner.CORNERS, -1 unknown).
     rank_busy_fraction: (groups, ranks) mean share of a step in which the rank computes, 0 for absent ranks.
+    static_profile: (groups, 5) standardised declared rates (envs.decision.capability.STATIC_FEATURES).
+    rank_ratio: (groups, ranks) measured / declared time of each rank's work, 1 where nothing was measured, 0 for absent
+    ranks. correction_std: how uncertain the ratio of the group's least known rank is, as a share of it.
+    class_ratio: (groups, classes, 2) observed / predicted TTFT and TPOT of each class in each group, 1 before any answer.
     """
 
     now_s: float
@@ -69,6 +73,10 @@ class ClusterSnapshot:
     hold_queue_limit: int
     arrival_rate_5s: float
     arrival_rate_60s: float
+    static_profile: FloatArray
+    rank_ratio: FloatArray
+    correction_std: FloatArray
+    class_ratio: FloatArray
 
     @property
     def groups(self) -> int:

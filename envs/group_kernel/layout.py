@@ -26,7 +26,8 @@ GF_CUM_COMPUTE_S, GF_CUM_MEMORY_S, GF_CUM_COMM_S, GF_CUM_HOST_S, GF_CUM_PAUSE_S 
 GF_J_COMPUTE_S, GF_J_MEMORY_S, GF_J_COMM_S, GF_J_HOST_S, GF_J_MEMORY_SLOPE, GF_J_COMM_SLOPE = range(9, 15)
 GF_RETURN_S, GF_QUEUE_TIMEOUT_S, GF_TPOT_MARGIN, GF_BUSY_S = range(15, 19)
 GF_OBSERVED_S, GF_PREDICTED_S, GF_J_BELIEVED_S = range(19, 22)
-GROUP_FLOATS = 22
+GF_GIVE_UP_S = 22  # no waiting request is given up before this time; exact after each sweep of the queue
+GROUP_FLOATS = 23
 
 # slot integers
 SI_REQUEST, SI_CLASS, SI_PROMPT, SI_TARGET, SI_GOAL, SI_DONE, SI_GENERATED, SI_BLOCKS, SI_PHASE, SI_PLAN = range(10)
@@ -123,4 +124,5 @@ def allocate(
     )
     state.group_int[:, GI_FREE_SLOTS] = slots
     state.group_int[:, GI_UP] = 1
+    state.group_float[:, GF_GIVE_UP_S] = np.inf
     return state

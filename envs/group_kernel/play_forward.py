@@ -57,6 +57,7 @@ def _reset(scratch, now_s, pause_s, blocks, block_tokens, running_limit, chunk, 
     group[L.GF_CLOCK_S] = now_s
     group[L.GF_PAUSED_UNTIL_S] = now_s + pause_s
     group[L.GF_QUEUE_TIMEOUT_S] = 1e9
+    group[L.GF_GIVE_UP_S] = np.inf
     group[L.GF_TPOT_MARGIN] = 0.9
     for r in range(rank_cost.shape[0]):
         for column in range(rank_cost.shape[1]):

@@ -31,6 +31,8 @@ def insert_waiting(state, g, slot):
         place -= 1
     waiting[place] = slot
     state.group_int[g, L.GI_WAITING] = count + 1
+    group = state.group_float[g]
+    group[L.GF_GIVE_UP_S] = min(group[L.GF_GIVE_UP_S], state.slot_float[g, slot, L.SF_ENQUEUED_S] + group[L.GF_QUEUE_TIMEOUT_S])
 
 
 @inner_kernel
@@ -172,6 +174,7 @@ def preempt(state, g, slot, now_s):
     ints[L.SI_PREEMPTIONS] += 1
     ints[L.SI_REDOING] = 1
     state.slot_float[g, slot, L.SF_MARK_S] = now_s
+    state.slot_float[g, slot, L.SF_ENQUEUED_S] = now_s  # it waits from now on: its time on the device was no wait
     state.group_int[g, L.GI_PREEMPTIONS] += 1
     insert_waiting(state, g, slot)
 

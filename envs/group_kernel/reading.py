@@ -7,7 +7,9 @@ from numba import njit
 
 from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import advance_group, blocks_to_grow, jump_duration_s, steps_done_by
+from envs.group_kernel.advance import advance_group
+from envs.group_kernel.jump import jump_duration_s, steps_done_by
+from envs.group_kernel.kv_growth import blocks_to_grow
 from envs.perf_model.compiled import inner_kernel, kernel
 
 # integer rows of `read_groups`

@@ -1,6 +1,6 @@
 """Cost of one all-reduce: ring over all ranks, or reduce in each domain, exchange between domains, hand back.
 
-Alpha-beta model (s, s/byte); pure functions, compiled, in units of seconds and bytes. Which link joins whom is told by
+Alpha-beta model (s, s/byte); pure functions in units of seconds and bytes. Which link joins whom is told by
 `TpGroup`; sharing a link with other groups comes in as `scale`.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+import numpy.typing as npt
 
 from envs.domain.plans import TpGroup
 from envs.domain.specs import LinkSpec
 from envs.perf_model.coefficients import KernelProfile, load_profiles
+
+IntArray = npt.NDArray[np.int64]
 
 REFERENCE_BYTES = 256 * 1024.0
 """Size at which flat and hierarchical compete: 16 decode tokens of a hidden size of 8192 in 16 bits."""
@@ -27,20 +29,24 @@ class AllReduceCost(NamedTuple):
     hierarchical: bool
 
 
-@njit(cache=True)
-def flat_s(message_bytes: float, ranks: int, alpha_s: float, beta_s_per_byte: float) -> float:
-    """Ring all-reduce over `ranks`: 2(n-1) steps, each moving 1/n of the message over every link at once.
+def ring_factors(ranks: int) -> tuple[float, float]:
+    """(steps, share of the message that crosses every link) of a ring all-reduce: 2(n-1) steps of 1/n each; 0 for one rank.
 
-    Source: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69(2), 2009; zero for a single rank.
+    Source: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69(2), 2009.
     """
     steps = 2.0 * (ranks - 1)
-    return steps * alpha_s + steps / ranks * message_bytes * beta_s_per_byte
+    return steps, steps / ranks
 
 
-@njit(cache=True)
+def flat_s(message_bytes: float, ranks: int, alpha_s: float, beta_s_per_byte: float) -> float:
+    """Ring all-reduce over `ranks`, every step over all links at once; zero for a single rank."""
+    steps, moved = ring_factors(ranks)
+    return steps * alpha_s + moved * message_bytes * beta_s_per_byte
+
+
 def hierarchical_s(
     message_bytes: float,
-    domain_sizes: np.ndarray,
+    domain_sizes: IntArray,
     inner_alpha_s: float,
     inner_beta_s_per_byte: float,
     outer_alpha_s: float,
@@ -54,37 +60,22 @@ def hierarchical_s(
 
     Args: domain_sizes int array of shape (domains,), ranks per domain; the rest scalars in s, s/byte, bytes.
     """
-    inside_s = flat_s(message_bytes, domain_sizes.max(), inner_alpha_s, inner_beta_s_per_byte)
+    inside_s = flat_s(message_bytes, int(domain_sizes.max()), inner_alpha_s, inner_beta_s_per_byte)
     return inside_s + flat_s(message_bytes, len(domain_sizes), outer_alpha_s, outer_beta_s_per_byte)
 
 
-@njit(cache=True)
-def cheaper(
-    message_bytes: float,
-    domain_sizes: np.ndarray,
-    inner_alpha_s: float,
-    inner_beta_s_per_byte: float,
-    outer_alpha_s: float,
-    outer_beta_s_per_byte: float,
-) -> float:
-    """The smaller of flat and hierarchical; a flat ring over several domains runs at the slower of both links.
+def cheaper(message_bytes: float, domain_sizes: IntArray, *links: float) -> float:
+    """The smaller of flat and hierarchical; `links` are the four link terms of `hierarchical_s`.
 
-    (Every ring step moves on all links at once, so the step ends with its slowest link.)
+    A flat ring over several domains runs at the slower of both links: every ring step moves on all links at once. In a single
+    domain the exchange costs nothing, so hierarchical is then flat over the inner link.
     """
-    if len(domain_sizes) == 1:
-        return flat_s(message_bytes, domain_sizes[0], inner_alpha_s, inner_beta_s_per_byte)
-    ring_s = flat_s(
-        message_bytes, domain_sizes.sum(), max(inner_alpha_s, outer_alpha_s), max(inner_beta_s_per_byte, outer_beta_s_per_byte)
-    )
-    return min(
-        ring_s,
-        hierarchical_s(message_bytes, domain_sizes, inner_alpha_s, inner_beta_s_per_byte, outer_alpha_s, outer_beta_s_per_byte),
-    )
+    inner_alpha_s, inner_beta, outer_alpha_s, outer_beta = links
+    ring_s = flat_s(message_bytes, int(domain_sizes.sum()), max(inner_alpha_s, outer_alpha_s), max(inner_beta, outer_beta))
+    return min(ring_s, hierarchical_s(message_bytes, domain_sizes, *links))
 
 
-def affine_coefficients(
-    group: TpGroup, scale: float = 1.0, reference_bytes: float = REFERENCE_BYTES, eager: bool = False
-) -> AllReduceCost:
+def affine_coefficients(group: TpGroup, scale: float = 1.0, reference_bytes: float = REFERENCE_BYTES, eager: bool = False) -> AllReduceCost:
     """Coefficients of one all-reduce over all ranks of `group`: flat or hierarchical, the cheaper at `reference_bytes`.
 
     Where ranks of one domain are alike and joined by the very link on which their kernel profile was measured (NVLink of
@@ -119,15 +110,13 @@ def affine_coefficients(
 
 def _ring(ranks: int, link: LinkSpec, scale: float) -> tuple[float, float]:
     """flat_s as (alpha_s, beta_s_per_byte) over a link of which `scale` is ours."""
-    steps = 2.0 * (ranks - 1)
-    return steps * link.alpha_s, steps / ranks * link.beta_s_per_byte / scale
+    steps, moved = ring_factors(ranks)
+    return steps * link.alpha_s, moved * link.beta_s_per_byte / scale
 
 
 def _slower_link(group: TpGroup) -> LinkSpec:
     inner, outer = group.inner_link, group.outer_link
-    return LinkSpec(
-        f"{inner.name}+{outer.name}", max(inner.alpha_s, outer.alpha_s), max(inner.beta_s_per_byte, outer.beta_s_per_byte)
-    )
+    return LinkSpec(f"{inner.name}+{outer.name}", max(inner.alpha_s, outer.alpha_s), max(inner.beta_s_per_byte, outer.beta_s_per_byte))
 
 
 def _inside(group: TpGroup, domain: tuple[int, ...], scale: float, eager: bool) -> tuple[float, float]:

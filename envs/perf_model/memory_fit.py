@@ -161,6 +161,13 @@ def workspace_bytes(model: ModelSpec, plan: SplitPlan, room: StepRoom = DEFAULT_
     return _bytes(workspace_unit_bytes(model, room), _unit_counts(model, plan, overlap))
 
 
+def workspace_floor_bytes(model: ModelSpec, ranks: int, room: StepRoom = DEFAULT_ROOM) -> float:
+    """Least workspace bytes over all of `ranks` ranks: what each needs in any case, and every unit once."""
+    counts = np.array([model.query_heads, model.kv_heads, model.mlp_width, model.vocabulary], dtype=np.int64)
+    units = workspace_unit_bytes(model, room)
+    return float(_bytes(units, counts[:, None])[0]) + (ranks - 1) * units.constant
+
+
 def kv_bytes_per_token(model: ModelSpec, plan: SplitPlan) -> FloatArray:
     """KV bytes of one token per rank, shape (ranks,). Overlap does not count: a request's KV lies in one head range."""
     counts = _unit_counts(model, plan, NO_OVERLAP)[1]

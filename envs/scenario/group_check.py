@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from envs.domain.plans import TpGroup
 from envs.domain.specs import ModelSpec
 from envs.domain.units import GB
+from envs.perf_model import memory_fit
 
 USABLE_FRACTION = 0.9
 """Share of a device's memory that weights and KV may take; the rest is left to the driver and the allocator."""
@@ -38,19 +39,21 @@ def degree_problem(model: ModelSpec, degree: int) -> str | None:
 
 
 def memory_problem(group: TpGroup, kv_tokens: int) -> str | None:
-    """Why `group` cannot hold its model and the KV of `kv_tokens` tokens at any split, or None.
+    """Why `group` cannot hold its model, the workspace of a step and the KV of `kv_tokens` tokens at any split, or None.
 
-    A bound: all usable memory against all weights and that KV, as if both could be cut anywhere.
+    A bound on `envs.perf_model.memory_fit`'s own bytes: every rank carries norms and activations whatever its share, the rest
+    is taken as divisible. What rounding to whole heads costs beyond that only the split planner knows.
     """
-    weights = group.model.weight_bytes
-    kv = group.model.kv_bytes_per_token * kv_tokens
-    usable = USABLE_FRACTION * sum(place.gpu.memory_bytes for place in group.ranks)
-    if weights + kv <= usable:
+    room = memory_fit.fill_shares(group, kv_tokens, USABLE_FRACTION)
+    if room.sum() >= 1.0:
         return None
+    model, ranks = group.model, len(group.ranks)
+    workspace = memory_fit.workspace_floor_bytes(model, ranks)
+    usable = float(memory_fit.usable_bytes(group, USABLE_FRACTION).sum())
     return (
-        f"{group.model.name!r} needs {weights / GB:.2f} GB of weights ({group.model.weight_dtype}) and {kv / GB:.3f} GB for "
-        f"one KV block; its {len(group.ranks)} rank(s) offer {usable / GB:.2f} GB ({USABLE_FRACTION:.0%} of memory); "
-        "add ranks, take a smaller weight_dtype or a smaller model"
+        f"{model.name!r} needs {model.weight_bytes / GB:.2f} GB of weights ({model.weight_dtype}), {workspace / GB:.2f} GB of "
+        f"workspace and {model.kv_bytes_per_token * kv_tokens / GB:.3f} GB for one KV block; its {ranks} rank(s) offer "
+        f"{usable / GB:.2f} GB ({USABLE_FRACTION:.0%} of memory); add ranks, take a smaller weight_dtype or a smaller model"
     )
 
 

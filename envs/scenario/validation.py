@@ -36,13 +36,13 @@ def _problem(entry_type: type[BaseModel], fault: Any) -> str:
     location: Location = fault["loc"]
     if fault["type"] == "extra_forbidden":
         where = key_path(location[:-1])
-        return (f"{where}: " if where else "") + unknown_name("key", str(location[-1]), _keys_at(entry_type, location[:-1]))
+        return (f"{where}: " if where else "") + unknown_name("key", str(location[-1]), keys_at(entry_type, location[:-1]))
     if fault["type"] == "missing":
         return f"{key_path(location)}: missing; add it"
     return f"{key_path(location)}: {shown(fault['input'])} refused, {fault['msg'][0].lower()}{fault['msg'][1:]}"
 
 
-def _keys_at(entry_type: type[BaseModel], location: Location) -> list[str]:
+def keys_at(entry_type: type[BaseModel], location: Location) -> list[str]:
     """Keys of the row that `location` leads to."""
     for part in location:
         if isinstance(part, str) and part in entry_type.model_fields:

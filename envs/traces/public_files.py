@@ -96,9 +96,7 @@ def fetch(
                     out.write(chunk)
         except (urllib.error.URLError, OSError, http.client.HTTPException) as fault:
             reason = f"HTTP {fault.code}" if isinstance(fault, urllib.error.HTTPError) else getattr(fault, "reason", fault)
-            raise TraceError(
-                f"fetch {file.name}: {file.url} cannot be reached ({reason}); without a network use synthesize"
-            ) from fault
+            raise TraceError(f"fetch {file.name}: {file.url} cannot be reached ({reason}); without a network use synthesize") from fault
         found = digest.hexdigest()
         if not found.startswith(file.sha256):
             raise TraceError(f"fetch {file.name}: sha256 {found} is not the expected {file.sha256}; the file changed at its source")

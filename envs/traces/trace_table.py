@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from envs.domain.requests import CLASS_INDEX, SERVICE_CLASSES
+from envs.domain.requests import CLASS_INDEX, SERVICE_CLASSES, class_of_label
 from envs.traces.trace_row import ReadReport, TraceError, TraceRow
 
 NO_SESSION = -1
@@ -28,6 +28,7 @@ class TraceTable:
     session: int32 (n,), index into session_names, -1 for none. priority: int16 (n,), -1 for the class's own.
     output_limit_tokens: int32 (n,), 0 where unknown. prefix_offsets: int64 (n + 1,): request i has the blocks
     prefix_ids[prefix_offsets[i]:prefix_offsets[i + 1]], dense int64 ids from 0, of `block_tokens` tokens each.
+    is_labelled: bool (n,), rows whose class is their own label's; the others have the class of their trace. None: no row.
     """
 
     arrival_s: npt.NDArray[np.float64]
@@ -44,9 +45,12 @@ class TraceTable:
     source: str
     synthetic: bool
     report: ReadReport | None = None
+    is_labelled: npt.NDArray[np.bool_] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         n = self.arrival_s.shape[0]
+        if self.is_labelled is None:
+            object.__setattr__(self, "is_labelled", np.zeros(n, np.bool_))
         columns = (
             self.prompt_tokens,
             self.output_tokens,
@@ -54,6 +58,7 @@ class TraceTable:
             self.session,
             self.priority,
             self.output_limit_tokens,
+            self.is_labelled,
         )
         if any(column.shape != (n,) for column in columns) or self.prefix_offsets.shape != (n + 1,):
             raise ValueError(f"TraceTable {self.source!r}: columns differ in length; arrival_s has {n} entries")
@@ -96,7 +101,9 @@ class TraceTable:
         offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
         starts = np.repeat(self.prefix_offsets[:-1][index] - offsets[:-1], lengths)
         ids = self.prefix_ids[starts + np.arange(offsets[-1])]
-        columns = ("arrival_s", "prompt_tokens", "output_tokens", "class_index", "session", "priority", "output_limit_tokens")
+        columns = (
+            "arrival_s", "prompt_tokens", "output_tokens", "class_index", "session", "priority", "output_limit_tokens", "is_labelled",
+        )  # fmt: skip
         taken = {name: getattr(self, name)[index] for name in columns}
         return replace(self, **taken, prefix_offsets=offsets, prefix_ids=ids, source=source or self.source)
 
@@ -195,6 +202,7 @@ def mix(tables: Sequence[TraceTable], source: str | None = None) -> TraceTable:
         block_tokens=sizes.pop() if sizes else 0,
         source=source or " + ".join(table.source for table in tables),
         synthetic=any(table.synthetic for table in tables),
+        is_labelled=np.concatenate([table.is_labelled for table in tables]),
     )
     return replace(joined.take(order), arrival_s=arrival_s[order])
 
@@ -205,7 +213,7 @@ class _Columns:
     def __init__(self) -> None:
         self.arrival, self.offsets, self.ids = array("d"), array("q", [0]), array("q")
         self.prompt, self.output, self.limit, self.session = array("i"), array("i"), array("i"), array("i")
-        self.classes, self.priority = array("b"), array("h")
+        self.classes, self.priority, self.labelled = array("b"), array("h"), array("b")
         self.names: dict[str, int] = {}
         self.blocks: dict[int, int] = {}
         self.block_sizes: set[int] = set()
@@ -219,8 +227,12 @@ class _Columns:
         self.limit.extend([row.output_limit_tokens or NO_LIMIT for row in rows])
         self.priority.extend([NO_PRIORITY if row.priority is None else max(-1, min(row.priority, 32767)) for row in rows])
         labels = [row.service_class for row in rows]
-        self.classes.extend([default_class if label is None else CLASS_INDEX.get(label, default_class) for label in labels])
-        self.unknown_classes.update(label for label in labels if label is not None and label not in CLASS_INDEX)
+        known = {label: None if label is None else class_of_label(label) for label in set(labels)}
+        of_label = {label: default_class if index is None else index for label, index in known.items()}
+        self.classes.extend([of_label[label] for label in labels])
+        self.labelled.extend([known[label] is not None for label in labels])
+        if unknown := {label for label, index in known.items() if label is not None and index is None}:
+            self.unknown_classes.update(label for label in labels if label in unknown)
         names, blocks, offsets = self.names, self.blocks, self.offsets
         self.session.extend([NO_SESSION if row.session is None else names.setdefault(row.session, len(names)) for row in rows])
         for row in rows:
@@ -236,7 +248,8 @@ _ROWS_AT_ONCE = 4096
 def table_of_rows(rows: Iterable[TraceRow], source: str, report: ReadReport | None = None, synthetic: bool = False) -> TraceTable:
     """Collect rows into a table: sorted stably, shifted so that no arrival is below 0; memory is the columns' own.
 
-    Class: the row's label where it is one of SERVICE_CLASSES, else the report's default (counted in its notes).
+    Class: the row's label where it means one of SERVICE_CLASSES, else the report's default (unknown labels are counted in its
+    notes).
     """
     columns = _Columns()
     stream = iter(rows)
@@ -268,6 +281,7 @@ def _sorted_table(columns: _Columns, source: str, report: ReadReport | None, syn
         session_names=tuple(columns.names),
         priority=_as_array(columns.priority, np.int16),
         output_limit_tokens=_as_array(columns.limit, np.int32),
+        is_labelled=_as_array(columns.labelled, np.bool_),
         prefix_offsets=_as_array(columns.offsets, np.int64),
         prefix_ids=_as_array(columns.ids, np.int64),
         block_tokens=max(columns.block_sizes, default=0),

@@ -25,7 +25,8 @@ class Answer:
 
 
 class AnswerStream:
-    """Events of one request in order, the last one with a finish_reason. Iterate it once, with `for` or with `async for`.
+    """Events of one request in order, the last one with a finish_reason. Iterate it once, with `for` or with `async for`; a coroutine
+    that leaves its loop early (or is cancelled in it) cancels the request.
 
     It holds at most one event per token. Every wait has a deadline: TimeoutError when the engine says nothing for `wait_deadline_s`.
     """
@@ -96,6 +97,8 @@ class AnswerStream:
         finally:
             with self._changed:
                 self._wake_loop = None
+            if not self._is_over:  # whoever listened has left, e.g. a client that closed its connection
+                self.cancel()
 
     def result(self, deadline_s: float | None = None) -> Answer:
         """Wait for the end. Raises: TimeoutError after deadline_s (None: as long as events keep coming)."""

@@ -183,6 +183,11 @@ class Batcher:
         self._end(resident, "moved", now_s)
         return moved
 
+    def fail(self, request_id: str, detail: str, now_s: float) -> None:
+        """End a request with the reason "error"; no-op where none of that id is served."""
+        if request_id in self._residents:
+            self._end(self._residents[request_id], "error", now_s, detail=detail)
+
     def fail_all(self, detail: str, now_s: float) -> None:
         """End every request with the reason "error": there is nobody left to serve them."""
         self._in_flight = None

@@ -34,6 +34,9 @@ from runtime.torch_tp.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5
+CHANGES_KEPT = 1000
+RESTARTS_IN_A_ROW_MAX = 3
+VOID_STEPS_MAX = 2  # so many steps in a row may come to nothing, without a rank being lost, before newcomers in them are suspected
 BUSY_WAIT_S = 0.005  # while nothing runs but a plan is being prepared
 
 
@@ -80,18 +83,26 @@ class Engine:
 
     def __init__(
         self,
-        supervisor: Supervisor,
+        make_supervisor: Callable[[Callable[[GroupChange], None]], Supervisor],
         config: ModelConfig,
         tokenizer: Tokenizer | None,
         settings: EngineSettings,
         nursery: Nursery | None = None,
     ) -> None:
-        """For `start`: a supervisor whose group stands."""
+        """For `start`. make_supervisor: one that is not started yet and tells its changes; again where a whole group was lost."""
         self.config = config
         self.tokenizer = tokenizer
         self.settings = settings
-        self.supervisor = supervisor
+        self.changes: deque[GroupChange] = deque(maxlen=CHANGES_KEPT)
+        self._to_revive: deque[int] = deque()
+        self._make_supervisor = make_supervisor
+        self._rebuilds = -1  # the first group is none
+        self._restarts_in_a_row = 0
+        self._void_in_a_row = 0
+        self._proven: set[str] = set()  # requests that got a token in a step that came to its end
         self._nursery = nursery
+        self.supervisor = make_supervisor(self._note_change)
+        self.supervisor.start()
         limits: dict[str, Any] = {
             "context_tokens": config.context_tokens,
             "kv_tokens_max": settings.kv_tokens_max,
@@ -101,7 +112,7 @@ class Engine:
         }
         make_text = None if tokenizer is None else tokenizer.stream_decoder
         self.batcher = Batcher(
-            BatcherSettings(**(limits | dict(settings.batcher or {}))), plan_version=supervisor.plan.version, make_text=make_text
+            BatcherSettings(**(limits | dict(settings.batcher or {}))), plan_version=self.supervisor.plan.version, make_text=make_text
         )
         self._lock = threading.Lock()  # over batcher and streams; never held while a rank is asked
         self._wake = threading.Condition(self._lock)
@@ -112,7 +123,6 @@ class Engine:
         self._shares: dict[int, float] | None = None  # by worker, where the caller chose
         self._price = MovePrice()
         self._corrected_s = time.monotonic()
-        self._to_revive: list[int] = []
         self._is_closing = False
         self._gone: str | None = None
         self._totals: dict[int, RankTimings] = {}
@@ -151,8 +161,15 @@ class Engine:
         try:
             if own_nursery is not None:
                 own_nursery.start()
-            supervisor = Supervisor(folder, ranks, limits, nursery=nursery or own_nursery, on_change=on_change)
-            supervisor.start()
+
+            def make_supervisor(note: Callable[[GroupChange], None]) -> Supervisor:
+                def told(change: GroupChange) -> None:
+                    note(change)
+                    on_change(change)
+
+                return Supervisor(folder, ranks, limits, nursery=nursery or own_nursery, on_change=told)
+
+            return cls(make_supervisor, config, tokenizer, chosen, own_nursery)
         except BaseException as error:
             if own_nursery is not None:
                 own_nursery.close()
@@ -161,7 +178,6 @@ class Engine:
                     f"no group of {len(ranks)} rank(s) stood within {limits.start_deadline_s:g} s; is the machine busy?"
                 ) from error
             raise
-        return cls(supervisor, config, tokenizer, chosen, own_nursery)
 
     # --- callers ------------------------------------------------------------------------------------------------------------
 
@@ -219,7 +235,7 @@ class Engine:
         with self._lock:
             return Measured(
                 self._steps, self._passes, self._tokens, self._step_s,
-                tuple(self._totals[worker] for worker in sorted(self._totals)), max(0, len(self.supervisor.changes) - 1),
+                tuple(self._totals[worker] for worker in sorted(self._totals)), max(0, self._rebuilds),
                 self._slides, self.batcher.preemptions, self.batcher.prefix_hit_tokens,
             )  # fmt: skip
 
@@ -244,7 +260,8 @@ class Engine:
         with self._wake:
             self._is_closing = True
             self._wake.notify()
-        self.supervisor.close()  # also ends a step under way
+            supervisor = self.supervisor
+        supervisor.close()  # also ends a step under way
         self._thread.join(10.0)
         if self._nursery is not None:
             self._nursery.close()
@@ -293,9 +310,16 @@ class Engine:
                 return True
             result = self.supervisor.step(command)
         except GroupRebuilt as error:
-            self._begin_again(error, began_s)
+            self._begin_again(error.change, str(error), began_s)
+            if command is not None and not error.change.lost:
+                self._suspect(command, str(error))
             return True
+        except GroupGone as error:
+            self._restart(error, began_s)
+            return True
+        self._restarts_in_a_row = self._void_in_a_row = 0
         with self._lock:
+            self._proven.update(part.request_id for part in command.slices if part.wants_sample)
             self._count(command, result)
             self._deliver(self.batcher.apply(result, time.monotonic()))
         return True
@@ -303,25 +327,62 @@ class Engine:
     def _deliver(self, events: Sequence[TokenEvent]) -> None:
         """Hand events to their streams; under the lock, so that they keep their order."""
         for event in events:
-            ended = event.finish_reason is not None
-            stream = self._streams.pop(event.request_id) if ended else self._streams[event.request_id]
-            stream.push(event)
+            if event.finish_reason is None:
+                self._streams[event.request_id].push(event)
+            else:
+                self._proven.discard(event.request_id)
+                self._streams.pop(event.request_id).push(event)
 
-    def _begin_again(self, rebuilt: GroupRebuilt, began_s: float) -> None:
+    def _note_change(self, change: GroupChange) -> None:
+        """From the supervisor's thread: a new epoch, also one that a step lived through (buddies)."""
+        self.changes.append(change)
+        self._rebuilds += 1
+        if self.settings.revives:
+            self._to_revive.extend(lost.worker for lost in change.lost)
+
+    def _begin_again(self, change: GroupChange, detail: str, began_s: float) -> None:
         """The group was rebuilt and holds nothing: every running request is computed again from its ids."""
-        change = rebuilt.change
         with self._lock:
             self.batcher.lost_kv(None, time.monotonic(), pause_began_s=began_s)
             self.batcher.use_plan(change.plan.version)
         if self._slide is not None:
-            self._slide.abandon(str(rebuilt))
+            self._slide.abandon(detail)
             self._end_slide()
-        if self.settings.revives:
-            self._to_revive += [lost.worker for lost in change.lost]
         logger.info(
             "begun again epoch=%d members=%s plan_version=%d lost=%s", change.epoch, change.members, change.plan.version,
             [lost.worker for lost in change.lost],
         )  # fmt: skip
+
+    def _suspect(self, command: StepCommand, detail: str) -> None:
+        """A step failed though every rank lives. If that goes on, a request that never got a token may be the reason: it ends, so that
+        the others do not end with it."""
+        self._void_in_a_row += 1
+        if self._void_in_a_row < VOID_STEPS_MAX:
+            return
+        with self._lock:
+            for request_id in {part.request_id for part in command.slices} - self._proven:
+                logger.warning("request suspected request_id=%s reason=%s", request_id, detail)
+                self.batcher.fail(request_id, f"{self._void_in_a_row} steps with it in them failed: {detail}", time.monotonic())
+            self._deliver(self.batcher.drain_events())
+
+    def _restart(self, gone: GroupGone, began_s: float) -> None:
+        """No rank is left: start all of them anew and go on. Raises: GroupGone where that is not wanted, or has failed too often."""
+        self._restarts_in_a_row += 1
+        if self._is_closing or not self.settings.revives or self._restarts_in_a_row > RESTARTS_IN_A_ROW_MAX:
+            raise gone
+        logger.warning("whole group lost, starting anew reason=%s", gone)
+        self.supervisor.close()
+        self._to_revive.clear()
+        supervisor = self._make_supervisor(self._note_change)
+        with self._lock:
+            self.supervisor = supervisor
+            if self._is_closing:
+                raise gone
+        try:
+            change = supervisor.start()
+        except TimeoutError as error:
+            raise GroupGone(f"the group was lost ({gone}) and did not come back in time") from error
+        self._begin_again(change, str(gone), began_s)
 
     def _count(self, command: StepCommand, result: StepResult) -> None:
         self._steps += 1
@@ -342,8 +403,10 @@ class Engine:
 
     def _tend_group(self) -> None:
         """Ranks that come back, plans that change. Raises: GroupRebuilt when a rank was lost in it."""
+        with self._lock:
+            self.batcher.use_plan(self.supervisor.plan.version)  # another one where a step lived through the loss of a rank
         while self._to_revive:
-            worker = self._to_revive.pop()
+            worker = self._to_revive.popleft()
             try:
                 self.supervisor.respawn(worker)
             except ValueError as error:  # remote, or back already

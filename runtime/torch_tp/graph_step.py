@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from runtime.torch_tp.config import ModelConfig
+from runtime.torch_tp.elementwise import TorchElementwise
 from runtime.torch_tp.kv_pages import PAGE_TOKENS, PagedKv
 from runtime.torch_tp.kv_store import Span
 from runtime.torch_tp.shares import Interval, RankShare
@@ -118,7 +119,7 @@ class _Run:
         self._cos, self._sin = (like.new_zeros((rows, config.head_dim)) for _ in range(2))
         spans = tuple(Span(row, row, 1, 0) for row in range(rows))
         layout = StepLayout(torch.zeros(rows, dtype=torch.int64), (Part(version, slice(0, rows), spans),), self._cos, self._sin, [])
-        self._step = TorchStep(config, weights, self._static_kv, shares)
+        self._step = TorchStep(config, weights, self._static_kv, shares, TorchElementwise())
         self._step.begin(layout, self._hidden)
         self._replays: dict[tuple[str, int, Interval | None], Replay] = {}
         self._held: list[object] = []  # matrices that recordings read by address: they must outlive their plan

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from runtime.torch_tp import row_kernels
 from runtime.torch_tp.config import ModelConfig
 from runtime.torch_tp.kv_store import SlotBook, SlotEntry, Span
 from runtime.torch_tp.shares import Interval
+
+BLOCK_TOKENS = 128
+"""Queries of one block of attention, at most."""
+SCORES_MAX = 2**20
+"""Scores of one block, at most: 4 MiB of float32, so that they stay in cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +98,40 @@ class SlotKv(SlotBook[_Blocks]):
     def attend(self, layer: int, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         for span in spans:
             keys, values = self._slots[span.slot].storage.layers[layer]
-            first, last, end = span.row, span.row + span.tokens, span.start + span.tokens
-            keys[:, span.start : end] = key[first:last].transpose(0, 1)
-            values[:, span.start : end] = value[first:last].transpose(0, 1)
-            keys, values = keys[:, :end], values[:, :end]
-            if span.tokens == 1:  # the group lies on the query axis: every key is read once for all its queries
-                out[first] = scaled_dot_product_attention(query[first : first + 1], keys[None], values[None])[0]
-                continue
-            # KV heads on the batch axis, the group on the head axis with stride 0: nothing is repeated in memory
-            heads, group = query.shape[1:3]
-            shape = (heads, group, end, self._head_dim)
-            is_whole = span.start == 0
-            mask = None if is_whole else _causal_mask(span.start, end, query.device)
-            queries = query[first:last].permute(1, 2, 0, 3)
-            done = scaled_dot_product_attention(
-                queries, keys[:, None].expand(shape), values[:, None].expand(shape), attn_mask=mask, is_causal=is_whole
-            )
-            out[first:last] = done.permute(2, 0, 1, 3)
+            rows, end = slice(span.row, span.row + span.tokens), span.start + span.tokens
+            keys[:, span.start : end] = key[rows].transpose(0, 1)
+            values[:, span.start : end] = value[rows].transpose(0, 1)
+            if self._dtype == torch.float32:
+                attend_in_blocks(query[rows], keys[:, :end], values[:, :end], span.start, out[rows])
+            else:
+                attend_by_torch(query[rows], keys[:, :end], values[:, :end], span.start, out[rows])
 
 
-def _causal_mask(start: int, end: int, device: torch.device) -> Tensor:
-    """(end - start, end): which positions the tokens [start, end) may see."""
-    return torch.ones((end - start, end), dtype=torch.bool, device=device).tril(start)
+def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, start: int, out: Tensor) -> None:
+    """Causal attention of one sequence's new tokens, from position `start` on, in float32.
+
+    query, out: (tokens, kv heads, group, head_dim); keys, values: (kv heads, end, head_dim). A block of queries multiplies only the
+    keys it may see, the group's queries side by side as rows: half the work of a full square, and no key is repeated.
+    """
+    tokens, heads, group, dim = query.shape
+    block = max(1, min(BLOCK_TOKENS, SCORES_MAX // (heads * group * (start + tokens))))
+    bits = np.empty(start + tokens, dtype=np.int32)
+    for first in range(0, tokens, block):
+        last = min(first + block, tokens)
+        end = start + last
+        rows = query[first:last].permute(1, 2, 0, 3).reshape(heads, group * (last - first), dim)
+        scores = torch.bmm(rows, keys[:, :end].transpose(1, 2))
+        row_kernels.causal_softmax(scores.numpy(), last - first, start + first, np.float32(dim**-0.5), bits)
+        done = torch.bmm(scores, values[:, :end])
+        out[first:last] = done.view(heads, group, last - first, dim).permute(2, 0, 1, 3)
+
+
+def attend_by_torch(query: Tensor, keys: Tensor, values: Tensor, start: int, out: Tensor) -> None:
+    """As `attend_in_blocks`, in any number type. KV heads lie on the batch axis, the group on the head axis with stride 0."""
+    tokens, heads, group, dim = query.shape
+    shape = (heads, group, keys.shape[1], dim)
+    mask = torch.ones((tokens, keys.shape[1]), dtype=torch.bool, device=query.device).tril(start)
+    done = scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3), keys[:, None].expand(shape), values[:, None].expand(shape), attn_mask=mask
+    )
+    out[:] = done.permute(2, 0, 1, 3)

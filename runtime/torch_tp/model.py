@@ -16,6 +16,7 @@ from torch import Tensor
 
 from envs.domain.plans import LayerPlans
 from runtime.torch_tp.checkpoint import Checkpoint, float32_copy
+from runtime.torch_tp.elementwise import KernelElementwise, TorchElementwise
 from runtime.torch_tp.graph_step import GraphStep
 from runtime.torch_tp.kv_pages import PagedKv
 from runtime.torch_tp.kv_slots import SlotKv
@@ -106,10 +107,12 @@ class TpModel:
         self._shares: dict[int, RankShare] = {}
         self._newest = -1
         self._weights = TorchWeights(self.checkpoint, self.device, dtype)
+        has_kernels = slots is not None and dtype == torch.float32
+        elementwise = KernelElementwise() if has_kernels else TorchElementwise()
         # two of each: halves of a batch in flight at once must not share scratch
-        self._torch_steps = [TorchStep(self.config, self._weights, self.kv, self._shares) for _ in range(2)]
+        self._torch_steps = [TorchStep(self.config, self._weights, self.kv, self._shares, elementwise) for _ in range(2)]
         self._row_steps: list[RowStep] = []
-        if slots is not None and dtype == torch.float32:
+        if slots is not None and has_kernels:
             self._row_steps = [RowStep(self.config, row_weights(self.checkpoint), slots, self._shares) for _ in range(2)]
         self._graph_steps: list[GraphStep] = []
         if cuda_graphs and isinstance(self.kv, PagedKv):
@@ -132,8 +135,10 @@ class TpModel:
         """This rank's ranges under a live plan; the newest by default."""
         return self._shares[self._newest if version is None else version]
 
-    def use_plan(self, plan: LayerPlans) -> None:
+    def use_plan(self, plan: LayerPlans, *, has_buddies: bool = False) -> None:
         """Add a live plan. MLP and vocabulary follow it from the next step on, attention for slots allocated under it.
+
+        has_buddies: slots under it also keep the KV of a neighbour's heads, which `take_over` can use when that one is lost.
 
         Raises: ValueError when two plans are live already, or the plan does not fit the model.
         """
@@ -141,11 +146,25 @@ class TpModel:
             raise ValueError(f"plan version {plan.version} is live already; give a new version")
         if len(self._shares) >= LIVE_PLANS_MAX:
             raise ValueError(f"plans {list(self._shares)} are live; drop one before using version {plan.version}")
-        share = share_of(plan, self.config, self.rank)
+        share = share_of(plan, self.config, self.rank, has_buddies=has_buddies)
         self._weights.prepare(share)
         self.kv.add_plan(plan.version, share.kv)
         self._shares[plan.version] = share
         self._newest = plan.version
+
+    def take_over(self, plan: LayerPlans) -> None:
+        """Replace the live plan of this version by one over other ranks, of which this is `self.rank`; slots keep all that they hold.
+
+        Raises: ValueError when its heads need KV that slots of the old one do not keep.
+        """
+        share, old = share_of(plan, self.config, self.rank), self._shares[plan.version]
+        for layer, (needed, kept) in enumerate(zip(share.kv, old.kv, strict=True)):
+            if not kept.covers(needed):
+                raise ValueError(f"layer {layer}: heads need KV [{needed.start}, {needed.end}), slots keep [{kept.start}, {kept.end})")
+        share = RankShare(share.query, old.kv, share.mlp, share.vocabulary)
+        self._weights.prepare(share)
+        self._shares[plan.version] = share
+        self._weights.keep_only(self._shares.values())
 
     def ready_plan(self, plan: LayerPlans) -> None:
         """Fetch what `use_plan` of this plan will need, so that it costs no time then; steps may go on meanwhile, in another thread."""
@@ -156,11 +175,12 @@ class TpModel:
 
         Raises: ValueError when it has another version or other heads, which slots would have to move for.
         """
-        share = share_of(plan, self.config, self.rank)
-        if plan.version != self._newest or share.query != self._shares[self._newest].query:
+        share, newest = share_of(plan, self.config, self.rank), self._shares[self._newest]
+        if plan.version != self._newest or share.query != newest.query:
             raise ValueError(
                 f"plan version {plan.version} differs in version or heads from the newest, {self._newest}; use_plan it instead"
             )
+        share = RankShare(share.query, newest.kv, share.mlp, share.vocabulary)
         self._weights.prepare(share)
         self._shares[plan.version] = share
         self._weights.keep_only(self._shares.values())
@@ -193,13 +213,12 @@ class TpModel:
         host_s = time.perf_counter() - started_s
         share, in_flight = self._shares[self._newest], len(lanes) > 1
         for layer in range(self.config.layers):
-            prefix, columns = f"model.layers.{layer}.", share.mlp[layer]
             for lane in lanes:
                 self._finish(lane)
-                self._sum(lane, lane.step.attention(layer), prefix + "self_attn.o_proj.bias", self.config.output_bias, in_flight)
+                self._sum(lane, lane.step.attention(layer), self._weights.output_biases[layer], in_flight)
             for lane in lanes:
                 self._finish(lane)
-                self._sum(lane, lane.step.mlp(layer, columns), prefix + "mlp.down_proj.bias", self.config.mlp_bias, in_flight)
+                self._sum(lane, lane.step.mlp(layer, share.mlp[layer]), self._weights.down_biases[layer], in_flight)
             if self.on_layer is not None:
                 self.on_layer(layer)
         for lane in lanes:
@@ -234,10 +253,10 @@ class TpModel:
         steps[index].begin(layout, hidden)
         return _Lane(layout, hidden, steps[index])
 
-    def _sum(self, lane: _Lane, partial: Tensor, bias: str, has_bias: bool, in_flight: bool) -> None:
+    def _sum(self, lane: _Lane, partial: Tensor, bias: Tensor | None, in_flight: bool) -> None:
         """Sum `partial` over the ranks into the lane's hidden states, or begin to. A bias on the sum is added once, by rank 0."""
-        if has_bias and self.rank == 0:
-            partial += self._weights.whole(bias)
+        if bias is not None and self.rank == 0:
+            partial += bias
         if in_flight:
             lane.pending, lane.partial = self._waiting(lambda: self.communicator.start_all_reduce(partial)), partial
         else:

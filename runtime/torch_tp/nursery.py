@@ -106,6 +106,21 @@ class Nursery:
         ours.settimeout(READY_DEADLINE_S)
         self._connection, self._is_ready = ours, False
 
+    def await_ready(self) -> None:
+        """Wait until it has imported everything. Raises: NurseryGone, also when that takes longer than READY_DEADLINE_S."""
+        if self._is_ready:
+            return
+        if self._connection is None:
+            raise NurseryGone("the nursery was not started, or is closed")
+        try:
+            said = self._connection.recv(16)
+        except OSError as error:
+            raise NurseryGone(f"the nursery did not import within {READY_DEADLINE_S:g} s: {error}") from error
+        if said != b"ready":
+            raise NurseryGone("the nursery ended while it was importing; see its output")
+        self._is_ready = True
+        self._connection.settimeout(FORK_DEADLINE_S)
+
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]) -> ForkedWorker:
         """A worker with `arguments` (of `worker.main`; `{0}` stands for the first of `descriptors` over there, and so on).
 
@@ -124,11 +139,7 @@ class Nursery:
         if self._connection is None:
             raise NurseryGone("the nursery was not started, or is closed")
         try:
-            if not self._is_ready:
-                if self._connection.recv(16) != b"ready":
-                    raise NurseryGone("the nursery ended while it was importing; see its output")
-                self._is_ready = True
-                self._connection.settimeout(FORK_DEADLINE_S)
+            self.await_ready()
             socket.send_fds(self._connection, [msgpack.packb(request)], list(descriptors))
             answer = self._connection.recv(MESSAGE_BYTES_MAX)
         except OSError as error:

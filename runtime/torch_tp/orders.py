@@ -49,9 +49,10 @@ class Loaded:
 class Configuration:
     """One epoch's group. members: worker ids in rank order; domains: the same ids by communication domain.
 
-    plans: live plans, oldest first; MLP and vocabulary follow the last. keeps_kv: what the slots hold stays valid (the plans are
-    the old ones, with members that joined at zero width), and `slots` is what those that `joined` are to know of it; otherwise all
-    slots are dropped.
+    plans: live plans, oldest first; MLP and vocabulary follow the last. has_buddies: slots of plans used from now on keep a neighbour's
+    KV as well; buddied: versions among `plans` whose slots do. between, wire: see `build_communicator`.
+    keeps_kv: what the slots hold stays valid: the plans are the old ones, with members that `joined` at zero width, or (takes_over) with
+    the heads of lost ones at their buddies. `slots` is then what whoever needs it is to know of them. Otherwise all slots are dropped.
     """
 
     members: tuple[int, ...]
@@ -63,6 +64,11 @@ class Configuration:
     deadline_s: float
     plans: tuple[LayerPlans, ...]
     keeps_kv: bool
+    between: str = "tcp"
+    wire: str = "float32"
+    has_buddies: bool = False
+    buddied: tuple[int, ...] = ()
+    takes_over: bool = False
     joined: tuple[int, ...] = ()
     slots: tuple[SlotRecord, ...] = ()
 

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import accumulate, pairwise
 from typing import Protocol
 
 from envs.domain.plans import LayerPlans
 from envs.domain.specs import NUMBER_BYTES, ModelSpec
 from runtime.torch_tp.orders import Prepared, PrepareOrder, Switched, SwitchOrder
-from runtime.torch_tp.shares import Interval
+from runtime.torch_tp.shares import Interval, buddies, cut, kept_kv, kv_interval
 
 LIVE_PLANS_MAX = 2
 
@@ -35,14 +34,17 @@ class KvMove:
     heads: Interval
 
 
-def kv_ranges(plan: LayerPlans, layer: int, model: ModelSpec) -> tuple[Interval, ...]:
-    """KV heads that each rank holds in a layer; one that a cut divides is held by both neighbours."""
-    group = model.query_heads // model.kv_heads
-    ends = list(accumulate(plan.layers[layer].query_heads, initial=0))
-    return tuple(Interval(start // group, -(-end // group) if end > start else start // group) for start, end in pairwise(ends))
+def kv_ranges(plan: LayerPlans, layer: int, model: ModelSpec, *, has_buddies: bool = False) -> tuple[Interval, ...]:
+    """KV heads that each rank holds in a layer; one that a cut divides is held by both neighbours, and has_buddies adds a neighbour's."""
+    widths = plan.layers[layer].query_heads
+    if has_buddies:
+        return tuple(kept_kv(widths, rank, model) for rank in range(plan.ranks))
+    return tuple(kv_interval(cut(widths, rank), model) for rank in range(plan.ranks))
 
 
-def kv_moves(old: LayerPlans, new: LayerPlans, model: ModelSpec) -> tuple[KvMove, ...]:
+def kv_moves(
+    old: LayerPlans, new: LayerPlans, model: ModelSpec, *, old_has_buddies: bool = False, new_has_buddies: bool = False
+) -> tuple[KvMove, ...]:
     """How the KV of a slot gets from where `old` has it to where `new` wants it, by layer, then target.
 
     A rank keeps what it has; the rest comes from the lowest rank that holds it. Raises: ValueError when the plans differ in ranks.
@@ -53,8 +55,8 @@ def kv_moves(old: LayerPlans, new: LayerPlans, model: ModelSpec) -> tuple[KvMove
         )
     moves: list[KvMove] = []
     for layer in range(len(old.layers)):
-        have = kv_ranges(old, layer, model)
-        for target, wanted in enumerate(kv_ranges(new, layer, model)):
+        have = kv_ranges(old, layer, model, has_buddies=old_has_buddies)
+        for target, wanted in enumerate(kv_ranges(new, layer, model, has_buddies=new_has_buddies)):
             kept = wanted.intersection(have[target])
             if kept.width:
                 moves.append(KvMove(layer, target, target, kept))
@@ -102,6 +104,24 @@ def over_members(plan: LayerPlans, old_members: Sequence[int], new_members: Sequ
         for cut in plan.layers
     )
     return LayerPlans(plan.version, layers)
+
+
+def taken_over(plan: LayerPlans, old_members: Sequence[int], survivors: Sequence[int], fresh: LayerPlans) -> LayerPlans:
+    """`plan` without the members that were lost: each one's heads go to its buddy, who kept their KV, columns and rows as in `fresh`.
+
+    Raises: ValueError where a buddy was lost as well, so that the KV is gone.
+    """
+    layers = []
+    for cuts, new in zip(plan.layers, fresh.layers, strict=True):
+        heads = dict(zip(old_members, cuts.query_heads, strict=True))
+        for rank, buddy in buddies(cuts.query_heads).items():
+            lost, keeper = old_members[rank], old_members[buddy]
+            if lost not in survivors:
+                if keeper not in survivors:
+                    raise ValueError(f"members {lost} and {keeper} were lost, who kept each other's KV")
+                heads[keeper] += heads[lost]
+        layers.append(replace(new, query_heads=tuple(heads[worker] for worker in survivors), version=plan.version))
+    return LayerPlans(plan.version, tuple(layers))
 
 
 # --- whether it pays --------------------------------------------------------------------------------------------------------

@@ -235,6 +235,29 @@ def _attend_one(query, key, value, tokens, scale, scores, bits, out):
 
 
 @_kernel
+def causal_softmax(scores, chunk, start, scale, bits):
+    """Softmax of scale * scores in place; row r is of the token at position start + r % chunk and sees the positions up to its own.
+
+    scores: (matrices, rows, end); what lies behind a row's position becomes 0. bits: int32 scratch of `end`.
+    """
+    for m in range(scores.shape[0]):
+        for r in range(scores.shape[1]):
+            seen = start + r % chunk + 1
+            row = scores[m, r, :seen]
+            highest = _highest(row)
+            for i in range(seen):
+                row[i] = (row[i] - highest) * scale
+            exp_in_place(row, bits[:seen])
+            total = _F(0)
+            for i in range(seen):
+                total += row[i]
+            inverse = _F(1) / total
+            for i in range(seen):
+                row[i] *= inverse
+            scores[m, r, seen:] = _F(0)
+
+
+@_kernel
 def attention_part(
     x, weights, biases, head_norms, ranges, head_dim, eps, cos, sin, addresses, rooms, positions, scratch, bits, partial
 ):  # fmt: skip
@@ -276,6 +299,8 @@ def attention_part(
         block = _slot_block(addresses[t], kv_heads, rooms[t], dim)
         for h in range(kv_heads):
             first, last = max((k0 + h) * group, q0), min((k0 + h + 1) * group, q1)
+            if last <= first:  # kept for a neighbour: stored above, read by none of this rank's queries
+                continue
             for g in range(last - first):
                 _copy(queries[t, (first - q0 + g) * dim : (first - q0 + g + 1) * dim], group_queries[g])
             # rows of group_queries beyond last - first are stale but finite; what they give is not read
@@ -285,6 +310,33 @@ def attention_part(
             for g in range(count):
                 _copy(group_out[g], queries[t, (first - q0 + g) * dim : (first - q0 + g + 1) * dim])
     rows_times(queries, w_output, 0, w_output.shape[0], q0 * dim, q1 * dim, partial, 0)
+
+
+@_kernel
+def _gate(gate, up, bits):
+    """up = silu(gate) * up; gate is lost."""
+    for i in range(gate.shape[0]):
+        up[i] *= gate[i]
+        gate[i] = -gate[i] if gate[i] < _F(88.0) else _F(-88.0)
+        gate[i] = gate[i] if gate[i] < _F(88.0) else _F(88.0)
+    exp_in_place(gate, bits)
+    for i in range(gate.shape[0]):
+        up[i] /= _F(1) + gate[i]
+
+
+@_kernel
+def gated(gate, up, bits):
+    """up = silu(gate) * up for all rows, in place; gate is lost. bits: int32 scratch of one row."""
+    for t in range(gate.shape[0]):
+        _gate(gate[t], up[t], bits)
+
+
+@_kernel
+def rotate(heads, cos, sin):
+    """Rotary embedding in place; heads (rows, heads, dim), cos and signed sin (rows, dim)."""
+    for t in range(heads.shape[0]):
+        for h in range(heads.shape[1]):
+            _rotate(heads[t, h], cos[t], sin[t])
 
 
 @_kernel
@@ -298,12 +350,5 @@ def mlp_part(x, weights, biases, start, end, scratch, bits, partial):
     _add_bias(gate, 0, biases[0], start, end)
     _add_bias(up, 0, biases[1], start, end)
     for t in range(x.shape[0]):
-        line, other = gate[t, :width], up[t, :width]
-        for i in range(width):
-            other[i] *= line[i]
-            line[i] = -line[i] if line[i] < _F(88.0) else _F(-88.0)
-            line[i] = line[i] if line[i] < _F(88.0) else _F(88.0)
-        exp_in_place(line, bits[:width])
-        for i in range(width):
-            other[i] /= _F(1) + line[i]
+        _gate(gate[t, :width], up[t, :width], bits[:width])
     rows_times(up, w_down, 0, w_down.shape[0], start, end, partial, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from envs.domain.plans import LayerPlans
 
@@ -50,7 +50,17 @@ class RankShare:
     vocabulary: Interval
 
 
-def kv_interval(query: Interval, config: ModelConfig) -> Interval:
+class HeadCounts(Protocol):
+    """What cutting asks of a model: its config and the planner's spec both have it."""
+
+    @property
+    def query_heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+
+def kv_interval(query: Interval, config: HeadCounts) -> Interval:
     """KV heads that these query heads read; one that a cut divides belongs to both neighbours."""
     group = config.query_heads // config.kv_heads
     if query.width == 0:
@@ -64,15 +74,42 @@ def cut(widths: tuple[int, ...], rank: int) -> Interval:
     return Interval(ends[rank], ends[rank + 1])
 
 
-def share_of(plan: LayerPlans, config: ModelConfig, rank: int) -> RankShare:
-    """What `rank` owns under `plan`. Raises ValueError when the plan does not cover the model or has no such rank."""
+def buddies(widths: tuple[int, ...]) -> dict[int, int]:
+    """By rank with heads: the rank beside it that also keeps its KV; the next one with heads, of the last one the one before.
+
+    Side by side, so that the buddy's range stays one range when it takes the other's over. Empty where one rank has all heads.
+    """
+    working = [rank for rank, width in enumerate(widths) if width]
+    if len(working) < 2:
+        return {}
+    return dict(zip(working, [*working[1:], working[-2]], strict=True))
+
+
+def kept_kv(widths: tuple[int, ...], rank: int, config: HeadCounts) -> Interval:
+    """KV heads of one layer that `rank` keeps where every rank's KV has a copy with its buddy: its own and those of whom it stands by."""
+    kept = kv_interval(cut(widths, rank), config)
+    for other, buddy in buddies(widths).items():
+        if buddy == rank:
+            theirs = kv_interval(cut(widths, other), config)
+            kept = Interval(min(kept.start, theirs.start), max(kept.end, theirs.end))
+    return kept
+
+
+def share_of(plan: LayerPlans, config: ModelConfig, rank: int, *, has_buddies: bool = False) -> RankShare:
+    """What `rank` owns under `plan`; has_buddies: its KV includes its neighbours' (see `kept_kv`).
+
+    Raises ValueError when the plan does not cover the model or has no such rank.
+    """
     plan.check_covers(config.to_spec())
     if not 0 <= rank < plan.ranks:
         raise ValueError(f"rank {rank} is not in plan version {plan.version}, which has {plan.ranks} ranks")
     query = tuple(cut(layer.query_heads, rank) for layer in plan.layers)
     return RankShare(
         query=query,
-        kv=tuple(kv_interval(heads, config) for heads in query),
+        kv=tuple(
+            kept_kv(layer.query_heads, rank, config) if has_buddies else kv_interval(heads, config)
+            for layer, heads in zip(plan.layers, query, strict=True)
+        ),
         mlp=tuple(cut(layer.mlp_blocks, rank).scaled(layer.mlp_block) for layer in plan.layers),
         vocabulary=cut(plan.vocabulary_rows, rank),
     )

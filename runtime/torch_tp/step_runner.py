@@ -163,6 +163,8 @@ class StepRunner:
         self._room: dict[int, int] = {}  # tokens_max by slot
         self._generations: dict[int, int] = {}
         self._slot_lock = threading.Lock()
+        self._has_buddies = False
+        self._buddied: set[int] = set()  # plan versions whose slots keep a neighbour's KV
         self._mover: KvMover | None = None
         self._prepared_plan: LayerPlans | None = None
         self._is_lowest = False
@@ -223,6 +225,8 @@ class StepRunner:
             deadline_s=order.deadline_s,
             is_alive=is_current,
             torch_device=self._order.device,
+            between=order.between,
+            wire=order.wire,
         )
         self._slot.enter(Phase.COMPUTING)
         self._communicator = WatchedCommunicator(inner, self._slot)
@@ -236,13 +240,29 @@ class StepRunner:
         model.communicator, model.rank = self._communicator, rank
         self._drop_prepared()
         self._plans = {plan.version: plan for plan in order.plans}
+        self._has_buddies = order.has_buddies
+        self._buddied = set(order.buddied)
+        if order.takes_over:
+            self._stand_in(order)
+            return
         if order.keeps_kv and self._worker not in order.joined:
             return  # a member before, with the same ranges: only its place among the ranks may have changed
         self._empty(model)
         for plan in order.plans:
-            model.use_plan(plan)
+            model.use_plan(plan, has_buddies=plan.version in self._buddied)
         for record in order.slots:
             self._take_over(record)
+
+    def _stand_in(self, order: Configuration) -> None:
+        """Do the work of a lost member from its KV that this rank kept; every slot goes back to where the last whole step left it."""
+        model, known = self.model, {record.new.slot: record for record in order.slots}
+        for plan in order.plans:
+            model.take_over(plan)
+        for slot in set(range(2 * self._order.slots_max)) - set(known):
+            model.kv.release(slot)  # taken by the step that was cut short
+        for slot, record in known.items():
+            model.kv.truncate(slot, record.tokens)
+            self._states[slot] = SamplingState(record.new, model.config.vocabulary)
 
     def _empty(self, model: TpModel) -> None:
         """Give up every slot and plan; the model itself is kept, since building one takes longer than a group."""
@@ -277,7 +297,10 @@ class StepRunner:
         slots: tuple[int, ...] = ()
         if order.moves:
             # of one plan, the oldest: the batcher says so, and a store refuses heads that a slot does not hold
-            moves = kv_moves(next(iter(self._plans.values())), self._plans[order.to_version], model.config.to_spec())
+            old, new = next(iter(self._plans.values())), self._plans[order.to_version]
+            moves = kv_moves(
+                old, new, model.config.to_spec(), old_has_buddies=old.version in self._buddied, new_has_buddies=new.version in self._buddied
+            )
             assert self._communicator is not None
             mover = self._mover = KvMover(
                 model.kv, self._communicator, moves, model.config.layers, model.config.head_dim, model.dtype, model.device,
@@ -310,7 +333,9 @@ class StepRunner:
         if order.uses_plan:
             if self._prepared_plan is None:
                 raise RuntimeError("SWITCH to a plan that was never prepared in this epoch")
-            self.model.use_plan(self._prepared_plan)
+            self.model.use_plan(self._prepared_plan, has_buddies=self._has_buddies)
+            if self._has_buddies:
+                self._buddied.add(self._prepared_plan.version)
             self._plans[self._prepared_plan.version] = self._prepared_plan
         if order.columns is not None:
             self.model.slide_columns(order.columns)

@@ -12,18 +12,13 @@ import logging
 import os
 import secrets
 import selectors
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,9 +27,18 @@ from envs.decision.layer_cuts import layer_plans
 from envs.domain.plans import LayerPlans
 from envs.domain.specs import ModelSpec
 from runtime.torch_tp.communicators.segment_names import segment_name
-from runtime.torch_tp.emulation import SlowDown
+from runtime.torch_tp.front_door import FrontDoor
+from runtime.torch_tp.group_values import (
+    GroupChange,
+    GroupError,
+    GroupGone,
+    GroupRebuilt,
+    LostRank,
+    RankSettings,
+    SupervisorSettings,
+)
 from runtime.torch_tp.liveness import Phase, ProgressPage, Reading, Slot, Watch, is_suspect, laggards, process_state
-from runtime.torch_tp.nursery import ForkedWorker, Nursery, worker_environment
+from runtime.torch_tp.nursery import Nursery, NurseryGone
 from runtime.torch_tp.orders import (
     Beat,
     Configuration,
@@ -51,151 +55,34 @@ from runtime.torch_tp.orders import (
     SwitchOrder,
 )
 from runtime.torch_tp.profiler import RankProfile, StepForecast, balanced_cuts, step_ratio, width_shares, work_units
-from runtime.torch_tp.protocol import (
-    PROTOCOL_VERSION,
-    FrameReader,
-    Kind,
-    Message,
-    ProtocolError,
-    encode,
-    tokens_match,
-    unpack,
-)
+from runtime.torch_tp.protocol import PROTOCOL_VERSION, Kind, Message, ProtocolError, tokens_match, unpack
 from runtime.torch_tp.rendezvous import RendezvousProcess
-from runtime.torch_tp.resplit import over_members
+from runtime.torch_tp.resplit import over_members, taken_over
 from runtime.torch_tp.slot_records import SlotRecords
 from runtime.torch_tp.steps import RankTimings, StepCommand, StepResult, tokens_from_wire
-from runtime.torch_tp.worker import TOKEN_VARIABLE
+from runtime.torch_tp.worker_link import Child, Standing, WorkerLink, reap, spawn
+
+__all__ = [
+    "GroupChange",
+    "GroupError",
+    "GroupGone",
+    "GroupRebuilt",
+    "LostRank",
+    "RankSettings",
+    "Supervisor",
+    "SupervisorSettings",
+]
 
 logger = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 0.02
 IDLE_WATCH_EVERY_S = 0.05
-OUTGOING_BYTES_MAX = 64 * 2**20
-STRANGERS_MAX = 16
 REBUILDS_IN_A_ROW_MAX = 3
 BLAME_AFTER_S = 0.1
 """A rank that died shows by its socket within ms; if nobody did, a failed collective is nobody's death and the group is rebuilt whole."""
 
 Answer = TypeVar("Answer")
-Child = subprocess.Popen[bytes] | ForkedWorker
-
-
-class GroupError(RuntimeError):
-    """What a step or an order can end in."""
-
-
-class GroupGone(GroupError):
-    """No rank is left, or the supervisor is closed: nothing can be served here."""
-
-
-@dataclass(frozen=True, slots=True)
-class LostRank:
-    """worker: its id; detail: what was seen. noticed_s: on the monotonic clock; silent_s: since its last sign of life."""
-
-    worker: int
-    kind: FailureKind
-    detail: str
-    noticed_s: float
-    silent_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class GroupChange:
-    """A new epoch. members: worker ids in rank order; plan: the one that new requests get; keeps_kv: whether slots stay valid.
-
-    rebuilt_s: when the group stood ready, on the monotonic clock.
-    """
-
-    epoch: int
-    members: tuple[int, ...]
-    lost: tuple[LostRank, ...]
-    joined: tuple[int, ...]
-    plan: LayerPlans
-    keeps_kv: bool
-    rebuilt_s: float
-
-
-class GroupRebuilt(GroupError):
-    """The step did not happen: the group was rebuilt, and every slot is empty. Fill them again from the token ids and go on."""
-
-    def __init__(self, change: GroupChange, detail: str) -> None:
-        super().__init__(detail)
-        self.change = change
-
-
-@dataclass(frozen=True, slots=True)
-class RankSettings:
-    """One rank. speed: relative to the others, until it is measured. node: its communication domain, "" for this host.
-
-    slow_factor: emulates a device that many times slower than this host's core (see `emulation`). is_remote: the worker is started
-    by hand on another host and joins by address and token; it is neither spawned nor killed from here, only fenced.
-    """
-
-    speed: float = 1.0
-    device: str = "cpu"
-    node: str = ""
-    slow_factor: float = 1.0
-    threads: int = 1
-    is_remote: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.speed < float("inf"):
-            raise ValueError(f"RankSettings: speed={self.speed} must be positive and finite")
-        if self.threads < 1:
-            raise ValueError(f"RankSettings: threads={self.threads} must be at least 1")
-        SlowDown(self.slow_factor)  # says what is wrong with it
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisorSettings:
-    """listen_host: None serves local workers only; else remote ones may join there (port 0: chosen by the system).
-
-    collective_deadline_s bounds one collective, step_deadline_s a whole step; both only backstops, since the watch is faster.
-    """
-
-    kv_tokens_max: int = 8192
-    slots_max: int = 32
-    dtype: str = "float32"
-    communicator: str = "auto"
-    start_deadline_s: float = 180.0
-    collective_deadline_s: float = 30.0
-    step_deadline_s: float = 300.0
-    configure_deadline_s: float = 20.0
-    prepare_deadline_s: float = 60.0
-    stop_deadline_s: float = 1.0
-    listen_host: str | None = None
-    listen_port: int = 0
-    token: str | None = None
-
-
-class _Standing(Enum):
-    ABSENT = "absent"  # not started, or lost
-    LOADING = "loading"
-    SPARE = "spare"  # loaded, in no group
-    MEMBER = "member"
-
-
-@dataclass(slots=True)
-class _Link:
-    """The supervisor's end of one worker."""
-
-    worker: int
-    settings: RankSettings
-    slot: Slot
-    watch: Watch
-    standing: _Standing = _Standing.ABSENT
-    process: Child | None = None
-    connection: socket.socket | None = None
-    reader: FrameReader = field(default_factory=FrameReader)
-    outgoing: bytearray = field(default_factory=bytearray)
-    node: str = ""
-    loaded: Loaded | None = None
-    deadline_s: float = float("inf")
-
-    @property
-    def pid(self) -> int | None:
-        return None if self.process is None else self.process.pid
+CHANGES_KEPT = 256
 
 
 @dataclass(slots=True)
@@ -208,6 +95,7 @@ class _Round:
     finish: Callable[[dict[int, Any]], Any]
     deadline_s: float
     answers: dict[int, Any] = field(default_factory=dict)
+    command: StepCommand | None = None
 
 
 class Supervisor:
@@ -234,7 +122,7 @@ class Supervisor:
         self._page = ProgressPage.create(len(ranks))
         now = now_s()
         self._links = [
-            _Link(worker, rank, self._page.slot(worker) if not rank.is_remote else Slot(), Watch.start(now))
+            WorkerLink(worker, rank, self._page.slot(worker) if not rank.is_remote else Slot(), Watch.start(now))
             for worker, rank in enumerate(ranks)
         ]
         self.epoch = 0
@@ -244,12 +132,13 @@ class Supervisor:
         self.changes: list[GroupChange] = []
         self.stale_messages = 0
         self._version = 0
-        self._plan_wishes: tuple[LayerPlans, ...] | None = None
         self._lost: list[LostRank] = []
         self._dying: list[Child] = []
         self._joining: tuple[int, ...] = ()
         self._needs_regroup = False
         self._keeps_kv = False
+        self._buddied: set[int] = set()
+        self._is_whole = False
         self._blame_at_s = float("inf")
         self._failure_detail = ""
         self._rebuilds_in_a_row = 0
@@ -262,14 +151,13 @@ class Supervisor:
         self.last_done: dict[int, StepDone] = {}
         self._records = SlotRecords()
         self._rounds: dict[Kind, _Round] = {}
-        self._strangers: dict[socket.socket, tuple[FrameReader, float]] = {}
         self._post_lock = threading.Lock()
         self._posted: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._drain_wake)
-        self._listener: socket.socket | None = None
+        self._door: FrontDoor | None = None
         self._store: RendezvousProcess | None = None
         self._store_deadline_s = float("inf")
         self._started: Future[GroupChange] = Future()
@@ -284,30 +172,31 @@ class Supervisor:
 
         Raises: GroupGone when none came up, with what the last one said.
         """
-        self.listen()
-        # the loop's thread starts the children, since the kernel kills them when the thread that started them ends
-        self._posted.append(self._spawn_all)
-        self._thread.start()
         try:
+            self.listen()
+            if self._nursery is not None:
+                self._nursery.await_ready()
+            # the loop's thread starts the children, since the kernel kills them when the thread that started them ends
+            self._posted.append(self._spawn_all)
+            self._thread.start()
             return self._started.result(self.settings.start_deadline_s + self.settings.configure_deadline_s)
+        except (NurseryGone, TimeoutError) as error:
+            self.close()
+            raise GroupGone(f"the workers did not come up: {error or 'their start took too long'}") from error
         except BaseException:
             self.close()
             raise
 
     def listen(self) -> None:
         """Open the door for remote workers, where settings ask for one; `address` then says where. Part of `start`, may come earlier."""
-        if self.settings.listen_host is not None and self._listener is None:
-            self._listener = socket.create_server((self.settings.listen_host, self.settings.listen_port))
-            self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        host, port = self.settings.listen_host, self.settings.listen_port
+        if host is not None and self._door is None:
+            self._door = FrontDoor(host, port, self.token, self._links, self._selector, self._adopt, self._now_s)
 
     @property
     def address(self) -> str | None:
         """HOST:PORT where remote workers join; None without `listen_host`."""
-        if self._listener is None:
-            return None
-        host, port = self._listener.getsockname()[:2]
-        return f"{host}:{port}"
+        return None if self._door is None else self._door.address
 
     @property
     def plan(self) -> LayerPlans:
@@ -319,7 +208,7 @@ class Supervisor:
     @property
     def spares(self) -> tuple[int, ...]:
         """Workers that are loaded and in no group: they can `join`."""
-        return tuple(link.worker for link in self._links if link.standing is _Standing.SPARE)
+        return tuple(link.worker for link in self._links if link.standing is Standing.SPARE)
 
     def rank_settings(self, worker: int) -> RankSettings:
         return self._links[worker].settings
@@ -412,6 +301,8 @@ class Supervisor:
         def finish(answers: dict[int, Switched]) -> Switched:
             if order.uses_plan and plan is not None:
                 self.plans = (*self.plans, plan)
+                if self.settings.buddy_kv:
+                    self._buddied.add(plan.version)
             if order.columns is not None:
                 self.plans = (*self.plans[:-1], order.columns)
             moved = answers[min(answers)].moves
@@ -547,7 +438,7 @@ class Supervisor:
         stepping = Kind.DONE in self._rounds or Kind.CONFIGURED in self._rounds
         waiting = {worker for order in self._rounds.values() for worker in order.waiting}
         for link in self._links:
-            if link.standing is _Standing.ABSENT:
+            if link.standing is Standing.ABSENT:
                 continue
             link.watch.observe(link.slot.read(), now)
             if link.process is not None and link.process.poll() is not None:
@@ -563,11 +454,10 @@ class Supervisor:
 
     def _check_deadlines(self, now: float) -> None:
         for link in self._links:
-            if link.standing is _Standing.LOADING and now > link.deadline_s:
+            if link.standing is Standing.LOADING and now > link.deadline_s:
                 self._lose(link, FailureKind.RANK_FROZEN, f"not loaded within {self.settings.start_deadline_s:g} s")
-        for stranger, (_, since_s) in list(self._strangers.items()):
-            if now - since_s > 10.0:
-                self._forget(stranger)
+        if self._door is not None:
+            self._door.expire()
         for kind, order in list(self._rounds.items()):
             if now > order.deadline_s:
                 late = sorted(order.waiting)
@@ -584,94 +474,22 @@ class Supervisor:
         self._start_store()
         for link in self._links:
             if link.settings.is_remote:
-                link.standing = _Standing.LOADING
+                link.standing = Standing.LOADING
                 link.deadline_s = self._now_s() + self.settings.start_deadline_s
             else:
                 self._spawn(link)
 
-    def _spawn(self, link: _Link) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            descriptors = (theirs.fileno(), self._page.file_descriptor)
-            link.slot.clear()
-            link.process = self._child(link, descriptors)
-        self._adopt(link, ours)
+    def _spawn(self, link: WorkerLink) -> None:
+        self._adopt(link, spawn(link, self._page, self.token, self._nursery))
 
-    def _child(self, link: _Link, descriptors: tuple[int, int]) -> Child:
-        arguments = ["--worker", str(link.worker), "--node", link.settings.node or "local", "--page-slots", str(len(self._links))]
-        environment = worker_environment(link.settings.threads, **{TOKEN_VARIABLE: self.token})
-        if self._nursery is not None:
-            return self._nursery.fork(["--connect", "fd:{0}", "--page-fd", "{1}", *arguments], environment, descriptors)
-        command = [sys.executable, "-m", "runtime.torch_tp.worker", "--connect", f"fd:{descriptors[0]}", "--page-fd", str(descriptors[1])]
-        return subprocess.Popen(
-            [*command, *arguments, "--parent", str(os.getpid())],
-            pass_fds=descriptors,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            cwd=tempfile.gettempdir(),
-        )
-
-    def _adopt(self, link: _Link, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        link.connection = connection
-        link.reader, link.outgoing = FrameReader(), bytearray()
-        link.standing = _Standing.LOADING
-        link.watch = Watch.start(self._now_s())
-        link.deadline_s = self._now_s() + self.settings.start_deadline_s
-        self._selector.register(connection, selectors.EVENT_READ, lambda mask: self._on_socket(link, mask))
-
-    def _accept(self, _: int) -> None:
-        assert self._listener is not None
-        with contextlib.suppress(BlockingIOError):
-            stranger, peer = self._listener.accept()
-            if len(self._strangers) >= STRANGERS_MAX:
-                logger.warning("connection refused peer=%s reason=too_many", peer)
-                stranger.close()
-                return
-            stranger.setblocking(False)
-            stranger.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._strangers[stranger] = (FrameReader(), self._now_s())
-            self._selector.register(stranger, selectors.EVENT_READ, lambda mask: self._hear_stranger(stranger))
-
-    def _hear_stranger(self, stranger: socket.socket) -> None:
-        """A connection is nobody until its first message is a HELLO with the token and the id of a remote worker that is awaited."""
-        reader, _ = self._strangers[stranger]
-        try:
-            data = stranger.recv(1 << 16)
-            messages = list(reader.feed(data))
-            if data and not messages:
-                return
-            if not messages or messages[0].kind is not Kind.HELLO:
-                raise ProtocolError("the first message is no HELLO")
-            hello = unpack(Hello, messages[0].body)
-            link = self._remote_link(hello)
-        except (OSError, ProtocolError) as error:
-            logger.warning("connection refused reason=%s", error)
-            self._forget(stranger)
-            return
-        self._selector.unregister(stranger)
-        del self._strangers[stranger]
-        self._adopt(link, stranger)
+    def _adopt(self, link: WorkerLink, connection: socket.socket, messages: Sequence[Message] = ()) -> None:
+        now = self._now_s()
+        link.adopt(connection, self._selector, lambda mask: self._on_socket(link, mask), now)
+        link.deadline_s = now + self.settings.start_deadline_s
         for message in messages:
             self._on_message(link, message)
 
-    def _remote_link(self, hello: Hello) -> _Link:
-        if not tokens_match(hello.token, self.token):
-            raise ProtocolError("HELLO with a wrong token")
-        if not 0 <= hello.worker < len(self._links) or not self._links[hello.worker].settings.is_remote:
-            raise ProtocolError(f"HELLO of worker {hello.worker}, which is no remote rank here")
-        link = self._links[hello.worker]
-        if link.connection is not None:
-            raise ProtocolError(f"HELLO of worker {hello.worker}, which is connected already")
-        return link
-
-    def _forget(self, stranger: socket.socket) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(stranger)
-        self._strangers.pop(stranger, None)
-        stranger.close()
-
-    def _on_hello(self, link: _Link, hello: Hello) -> None:
+    def _on_hello(self, link: WorkerLink, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION or not tokens_match(hello.token, self.token):
             self._lose(link, FailureKind.RANK_KILLED, f"speaks protocol {hello.protocol_version}, this is {PROTOCOL_VERSION}")
             return
@@ -679,14 +497,14 @@ class Supervisor:
         settings = self.settings
         order = LoadOrder(
             self.model, link.settings.device, settings.dtype, link.settings.threads, settings.kv_tokens_max, settings.slots_max,
-            link.settings.slow_factor, self._needs_store,
+            link.settings.slow_factor, self._may_need_store,
         )  # fmt: skip
         self._send(link, Message(Kind.LOAD, self.epoch, body=order))
 
-    def _on_loaded(self, link: _Link, loaded: Loaded) -> None:
+    def _on_loaded(self, link: WorkerLink, loaded: Loaded) -> None:
         link.loaded = loaded
         with self._changed:
-            link.standing = _Standing.SPARE
+            link.standing = Standing.SPARE
             self._changed.notify_all()
         link.deadline_s = float("inf")
         if self.model_spec is None:
@@ -695,27 +513,20 @@ class Supervisor:
         self._start_if_all_came()
 
     def _start_if_all_came(self) -> None:
-        if self.epoch == 0 and not any(link.standing is _Standing.LOADING for link in self._links):
+        if self.epoch == 0 and not any(link.standing is Standing.LOADING for link in self._links):
             self._joining = self.spares
             self._needs_regroup = True
 
     # --- workers go ---------------------------------------------------------------------------------------------------------
 
-    def _lose(self, link: _Link, kind: FailureKind, detail: str) -> None:
+    def _lose(self, link: WorkerLink, kind: FailureKind, detail: str) -> None:
         """Drop a worker for good: killed here, fenced wherever it is. The group, if it was in it, is rebuilt."""
-        if link.standing is _Standing.ABSENT:
+        if link.standing is Standing.ABSENT:
             return
-        was_member = link.standing is _Standing.MEMBER
-        link.standing = _Standing.ABSENT
-        if link.connection is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(link.connection)
-            link.connection.close()
-            link.connection = None
-        if link.process is not None:
-            link.process.send_signal(signal.SIGKILL)  # also ends a stopped process; reaped by the watch, nobody waits for it here
-            self._dying.append(link.process)
-            link.process = None
+        was_member = link.standing is Standing.MEMBER
+        process = link.drop(self._selector)
+        if process is not None:
+            self._dying.append(process)
         now = self._now_s()
         self._lost.append(LostRank(link.worker, kind, detail, now, now - max(link.watch.beaten_s, link.watch.progressed_s)))
         logger.warning("rank lost worker=%d kind=%s epoch=%d detail=%s", link.worker, kind.name, self.epoch, detail)
@@ -738,10 +549,10 @@ class Supervisor:
         self._keeps_kv = False
         self._needs_regroup = True
 
-    def _members(self) -> list[_Link]:
-        return [link for link in self._links if link.standing is _Standing.MEMBER]
+    def _members(self) -> list[WorkerLink]:
+        return [link for link in self._links if link.standing is Standing.MEMBER]
 
-    def _on_failure(self, link: _Link, message: Message, failure: Failure) -> None:
+    def _on_failure(self, link: WorkerLink, message: Message, failure: Failure) -> None:
         """A rank could not do what it was told. If another one died, its socket says so in a moment; else all start afresh."""
         logger.warning("order failed worker=%d of=%s detail=%s", link.worker, Kind(failure.of).name, failure.detail)
         if failure.of == Kind.LOAD:
@@ -785,8 +596,9 @@ class Supervisor:
     # --- epochs -------------------------------------------------------------------------------------------------------------
 
     def _regroup(self, plans: tuple[LayerPlans, ...] | None = None) -> None:
-        """Next epoch: fresh groups over the members that are left and those that join."""
-        address = self._store_address()
+        """Next epoch: fresh groups over the members that are left and those that join; plans: the old ones, where KV is kept."""
+        links = [link for link in self._links if link.standing is Standing.MEMBER or link.worker in self._joining]
+        address = self._store_address(links)
         if address is None:
             self._store_deadline_s = min(self._store_deadline_s, self._now_s() + self.settings.start_deadline_s)
             if self._now_s() > self._store_deadline_s:
@@ -794,34 +606,55 @@ class Supervisor:
             return
         self._store_deadline_s = float("inf")
         self._needs_regroup = False
-        links = [link for link in self._links if link.standing is _Standing.MEMBER or link.worker in self._joining]
         if not links or self.model_spec is None:
             reasons = "; ".join(f"worker {lost.worker}: {lost.detail}" for lost in self._lost[-len(self._links) :])
             self._give_up(f"no rank is left ({reasons})")
             return
+        takes_over = False
+        if plans is None:
+            plans = self._plans_taken_over(links)
+            takes_over = self._keeps_kv = plans is not None
         self.epoch += 1
         self._page.epoch_min = max(self._page.epoch_min, self.epoch)
-        members = tuple(link.worker for link in links)
-        self.plans = plans or self._plans_for(links)
-        self.members = members
-        if not self._keeps_kv:
+        if plans is None:
+            plans = self._plans_for(links)
             self._records.clear()
+            self._buddied = {plan.version for plan in plans} if self.settings.buddy_kv else set()
+        elif takes_over:
+            self._buddied = set()  # who was lost kept somebody's KV as well
+        self.plans = plans
+        self.members = tuple(link.worker for link in links)
+        self._is_whole = False
         for link in links:
-            link.standing = _Standing.MEMBER
-        configuration = self._configuration(links, address)
-        order = _Round(Kind.CONFIGURED, set(members), Future(), self._on_configured, self._now_s() + self.settings.configure_deadline_s)
-        self._rounds[Kind.CONFIGURED] = order
+            link.standing = Standing.MEMBER
+        configuration = self._configuration(links, address, takes_over)
+        deadline_s = self._now_s() + self.settings.configure_deadline_s
+        self._rounds[Kind.CONFIGURED] = _Round(Kind.CONFIGURED, set(self.members), Future(), self._on_configured, deadline_s)
         for link in links:
             link.watch.step_begins(self._now_s())
             self._send(link, Message(Kind.CONFIGURE, self.epoch, self.plan.version, body=configuration))
 
-    def _plans_for(self, links: Sequence[_Link]) -> tuple[LayerPlans, ...]:
+    def _plans_taken_over(self, links: Sequence[WorkerLink]) -> tuple[LayerPlans, ...] | None:
+        """The live plans with the lost members' heads at their buddies; None where the KV is not all there."""
+        is_kept = self._is_whole and not self._joining and {plan.version for plan in self.plans} <= self._buddied
+        if not is_kept or Kind.SWITCHED in self._rounds or self._failure_detail:
+            return None
+        survivors = [link.worker for link in links]
+        assert self.model_spec is not None
+        fresh = layer_plans(self.model_spec, version=self.plan.version, **balanced_cuts(self.profile.speeds(survivors)))
+        try:
+            return tuple(taken_over(plan, self.members, survivors, fresh) for plan in self.plans)
+        except ValueError as error:
+            logger.warning("KV is gone reason=%s", error)
+            return None
+
+    def _plans_for(self, links: Sequence[WorkerLink]) -> tuple[LayerPlans, ...]:
         assert self.model_spec is not None
         self._version += 1
         cuts = balanced_cuts(self.profile.speeds([link.worker for link in links]))
         return (layer_plans(self.model_spec, version=self._version, **cuts),)
 
-    def _configuration(self, links: Sequence[_Link], store: tuple[str, int]) -> Configuration:
+    def _configuration(self, links: Sequence[WorkerLink], store: tuple[str, int], takes_over: bool) -> Configuration:
         by_node: dict[str, list[int]] = {}
         for link in links:
             by_node.setdefault(link.node, []).append(link.worker)
@@ -829,22 +662,22 @@ class Supervisor:
         domains = tuple(tuple(workers) for workers in by_node.values())
         return Configuration(
             self.members, domains, settings.communicator, *store, self._segment_names(domains), settings.collective_deadline_s,
-            self.plans, self._keeps_kv, self._joining, self._records.all() if self._joining else (),
+            self.plans, self._keeps_kv, settings.between, settings.wire, settings.buddy_kv, tuple(self._buddied), takes_over,
+            self._joining, self._records.all() if self._joining or takes_over else (),
         )  # fmt: skip
 
     @property
-    def _needs_store(self) -> bool:
+    def _may_need_store(self) -> bool:
         """Groups inside one host meet in shared memory; all others need the store."""
         nodes = {link.settings.node for link in self._links} | {link.worker for link in self._links if link.settings.is_remote}
-        return (
-            len(nodes) > 1
-            or self.settings.communicator not in ("auto", "shm")
-            or any(link.settings.device != "cpu" for link in self._links)
-        )
+        return len(nodes) > 1 or self._needs_network(self._links)
+
+    def _needs_network(self, links: Sequence[WorkerLink]) -> bool:
+        return self.settings.communicator not in ("auto", "shm") or any(link.settings.device != "cpu" for link in links)
 
     def _start_store(self) -> None:
         """A process of its own, so that no rank owns it. Where no group needs it, it is still there to sweep up after us."""
-        if self._needs_store or self._nursery is None:
+        if self._may_need_store or self._nursery is None:
             self._store = RendezvousProcess(self.settings.listen_host or "127.0.0.1")
 
     def _watch_store(self) -> None:
@@ -854,9 +687,9 @@ class Supervisor:
             self._store.close()
             self._start_store()
 
-    def _store_address(self) -> tuple[str, int] | None:
-        """Where this epoch's group meets; ("", 0) where it needs no store; None while the store has not told yet."""
-        if not self._needs_store:
+    def _store_address(self, links: Sequence[WorkerLink]) -> tuple[str, int] | None:
+        """Where a group of these meets; ("", 0) where it needs no store; None while the store has not told yet."""
+        if len(links) < 2 or (len({link.node for link in links}) == 1 and not self._needs_network(links)):
             return "", 0
         assert self._store is not None
         try:
@@ -874,15 +707,18 @@ class Supervisor:
             self.epoch, self.members, self.plan.version, max(answer.seconds for answer in answers.values()),
         )  # fmt: skip
         is_first = not self.changes
+        self._is_whole = True
         with self._changed:
-            self.changes.append(change)
+            self.changes = [*self.changes[1 - CHANGES_KEPT :], change]
             self._changed.notify_all()
         self._lost, self._joining, self._keeps_kv = [], (), False
         detail = self._failure_detail or "; ".join(f"worker {lost.worker} lost: {lost.detail}" for lost in change.lost)
         self._failure_detail = ""
         if is_first:
             self._started.set_result(change)
-        elif not change.keeps_kv:
+        elif change.keeps_kv:
+            self._repeat_step()
+        else:
             error = GroupRebuilt(change, detail or "the group was rebuilt")
             told = [self._rounds.pop(kind) for kind in (Kind.DONE, Kind.SWITCHED) if kind in self._rounds]
             for order in told:
@@ -894,7 +730,7 @@ class Supervisor:
 
     def _respawn(self, worker: int, future: Future[None]) -> None:
         link = self._links[worker]
-        if link.standing is not _Standing.ABSENT or link.settings.is_remote:
+        if link.standing is not Standing.ABSENT or link.settings.is_remote:
             raise ValueError(f"worker {worker} is {link.standing.value}{' and remote' if link.settings.is_remote else ''}; only a lost "
                              "local one can be started again")  # fmt: skip
         self.profile.forget(worker)
@@ -902,7 +738,8 @@ class Supervisor:
         future.set_result(None)
 
     def _change_members(self, joining: tuple[int, ...], leaving: tuple[int, ...], future: Future[GroupChange]) -> None:
-        if self._rounds or self._needs_regroup or not self.members or self._store_address() is None:
+        is_reachable = self._store_address([link for link in self._links if link.worker in {*self.members, *joining}]) is not None
+        if self._rounds or self._needs_regroup or not self.members or not is_reachable:
             raise GroupError("the group is busy or being rebuilt; change its members between two steps, with no plan in preparation")
         absent = [worker for worker in joining if worker not in self.spares]
         if absent:
@@ -912,16 +749,16 @@ class Supervisor:
             raise ValueError("nobody would be left; close the supervisor instead")
         plans = tuple(over_members(plan, self.members, members) for plan in self.plans)
         for worker in leaving:
-            self._links[worker].standing = _Standing.SPARE
+            self._links[worker].standing = Standing.SPARE
         self._joining, self._keeps_kv = joining, True
         self._regroup(plans)
         self._rounds[Kind.CONFIGURED].future = future
 
     # --- messages -----------------------------------------------------------------------------------------------------------
 
-    def _on_socket(self, link: _Link, mask: int) -> None:
-        if mask & selectors.EVENT_WRITE:
-            self._flush(link)
+    def _on_socket(self, link: WorkerLink, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE and link.connection is not None:
+            link.flush(self._selector)
         if not mask & selectors.EVENT_READ or link.connection is None:
             return
         try:
@@ -939,7 +776,7 @@ class Supervisor:
         for message in messages:
             self._on_message(link, message)
 
-    def _on_message(self, link: _Link, message: Message) -> None:
+    def _on_message(self, link: WorkerLink, message: Message) -> None:
         try:
             if message.kind is Kind.HELLO:
                 self._on_hello(link, unpack(Hello, message.body))
@@ -957,7 +794,7 @@ class Supervisor:
         except (ProtocolError, ValueError) as error:
             self._lose(link, FailureKind.RANK_KILLED, f"sent nonsense: {error}")
 
-    def _on_answer(self, link: _Link, message: Message) -> None:
+    def _on_answer(self, link: WorkerLink, message: Message) -> None:
         order = self._rounds.get(message.kind)
         if order is None or link.worker not in order.waiting:
             self.stale_messages += 1
@@ -986,56 +823,51 @@ class Supervisor:
     def _begin_step(self, command: StepCommand, future: Future[StepResult]) -> None:
         self._raise_unreported()
         began_s = self._now_s()
-        if self._needs_regroup or Kind.CONFIGURED in self._rounds:  # the rebuild under way ends this step as well
-            self._rounds[Kind.DONE] = _Round(Kind.DONE, set(), future, lambda _: None, began_s + self.settings.step_deadline_s)
-            return
+        deadline_s = began_s + self.settings.step_deadline_s
+        order = _Round(Kind.DONE, set(), future, lambda answers: self._finish_step(command, began_s, answers), deadline_s, command=command)
+        if self._needs_regroup or Kind.CONFIGURED in self._rounds:  # the rebuild under way ends this step, or begins it
+            self._rounds[Kind.DONE] = order
+        else:
+            self._send_step(order)
 
-        def finish(answers: dict[int, StepDone]) -> StepResult:
-            self._rebuilds_in_a_row = 0
-            timings = tuple(
-                RankTimings(worker, done.compute_s, done.memory_stall_s, done.communication_s, done.host_s)
-                for worker, done in sorted(answers.items())
-            )
-            now = self._now_s()
-            result = StepResult(command.step, tokens_from_wire(answers[min(answers)].tokens), timings, began_s, now)
-            self._records.apply(command, result)
-            self._forecast.observe(command, result.passes, now - began_s)
-            if command.slices:
-                units = work_units(self.plans, command, result.passes)
-                self.profile.observe(self.members, units, {worker: done.busy_s for worker, done in answers.items()}, now)
-            self.last_done = answers
-            self.emulated_s += sum(done.emulated_s for done in answers.values())
-            return result
+    def _send_step(self, order: _Round) -> None:
+        assert order.command is not None
+        self._predicted_step_s = self._forecast.predict(order.command)
+        self._order(Kind.STEP, order.command.to_wire(), order.future, order.finish, self.settings.step_deadline_s, order.command.step)
+        self._rounds[Kind.DONE].command = order.command
 
-        self._predicted_step_s = self._forecast.predict(command)
-        self._order(Kind.STEP, command.to_wire(), future, finish, self.settings.step_deadline_s, command.step)
+    def _repeat_step(self) -> None:
+        """The step that a loss cut short, once more: ranks start from where the last whole one left them, so it gives the same tokens."""
+        order = self._rounds.pop(Kind.DONE, None)
+        if order is not None:
+            self._send_step(order)
+
+    def _finish_step(self, command: StepCommand, began_s: float, answers: dict[int, StepDone]) -> StepResult:
+        self._rebuilds_in_a_row = 0
+        timings = tuple(
+            RankTimings(worker, done.compute_s, done.memory_stall_s, done.communication_s, done.host_s)
+            for worker, done in sorted(answers.items())
+        )
+        now = self._now_s()
+        result = StepResult(command.step, tokens_from_wire(answers[min(answers)].tokens), timings, began_s, now)
+        self._records.apply(command, result)
+        self._forecast.observe(command, result.passes, now - began_s)
+        if command.slices:
+            units = work_units(self.plans, command, result.passes)
+            self.profile.observe(self.members, units, {worker: done.busy_s for worker, done in answers.items()}, now)
+        self.last_done = answers
+        self.emulated_s += sum(done.emulated_s for done in answers.values())
+        return result
 
     def _raise_unreported(self) -> None:
         if self._unreported is not None:
             error, self._unreported = self._unreported, None
             raise error
 
-    def _send(self, link: _Link, message: Message) -> None:
-        if link.connection is None:
-            return
-        link.outgoing += encode(message)
-        self._flush(link)
-
-    def _flush(self, link: _Link) -> None:
-        assert link.connection is not None
-        try:
-            while link.outgoing:
-                del link.outgoing[: link.connection.send(link.outgoing)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            return  # its end shows as an event of its own, in the loop and not in the middle of an order
-        if len(link.outgoing) > OUTGOING_BYTES_MAX:
+    def _send(self, link: WorkerLink, message: Message) -> None:
+        link.send(message, self._selector)
+        if link.is_clogged:
             self._lose(link, FailureKind.RANK_FROZEN, f"reads nothing: {len(link.outgoing)} bytes wait for it")
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outgoing else 0)
-        if self._selector.get_key(link.connection).events != events:
-            self._selector.modify(link.connection, events, lambda mask: self._on_socket(link, mask))
 
     # --- the end ------------------------------------------------------------------------------------------------------------
 
@@ -1047,24 +879,15 @@ class Supervisor:
             if link.connection is not None:
                 self._send(link, Message(Kind.DIE, self.epoch))
         deadline_s = time.monotonic() + self.settings.stop_deadline_s
-        for process in self._dying:
-            _kill(process)
+        for process in [*self._dying, *(link.process for link in self._links if link.process is not None)]:
+            reap(process, deadline_s - time.monotonic())
         for link in self._links:
-            if link.process is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    link.process.wait(max(deadline_s - time.monotonic(), 0.01))
-                _kill(link.process)
-                link.process = None
-            if link.connection is not None:
-                link.connection.close()
-                link.connection = None
-            link.standing = _Standing.ABSENT
-        for stranger in list(self._strangers):
-            self._forget(stranger)
+            link.process = None
+            link.drop(self._selector)
         if self._store is not None:
             self._store.close()
-        if self._listener is not None:
-            self._listener.close()
+        if self._door is not None:
+            self._door.close()
         self._selector.close()
         self._wake_receiver.close()
         self._wake_sender.close()
@@ -1096,11 +919,3 @@ def _slowest_prepared(answers: dict[int, Prepared]) -> Prepared:
         sum(answer.kv_bytes for answer in every),
         max(answer.seconds for answer in every),
     )
-
-
-def _kill(process: Child) -> None:
-    """SIGKILL, also of a stopped process, and reap it: a zombie would hold its id."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1.0)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear
 
 from runtime.torch_tp.config import ModelConfig
+from runtime.torch_tp.elementwise import Elementwise
 from runtime.torch_tp.kv_store import KvStore
 from runtime.torch_tp.shares import Interval, RankShare
 from runtime.torch_tp.step_layout import Part, StepLayout
@@ -18,12 +19,15 @@ from runtime.torch_tp.torch_weights import TorchWeights
 class TorchStep:
     """Implements `model.Step` on any device."""
 
-    def __init__(self, config: ModelConfig, weights: TorchWeights, kv: KvStore, shares: Mapping[int, RankShare]) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: TorchWeights, kv: KvStore, shares: Mapping[int, RankShare], elementwise: Elementwise
+    ) -> None:
         self._config, self._weights, self._kv, self._shares = config, weights, kv, shares
+        self._elementwise = elementwise
 
     def begin(self, layout: StepLayout, hidden: Tensor) -> None:
         self._layout, self._hidden = layout, hidden
-        self._cos, self._sin = layout.cos[:, None].to(hidden), layout.sin[:, None].to(hidden)
+        self._cos, self._sin = layout.cos.to(hidden), layout.sin.to(hidden)
 
     def attention(self, layer: int) -> Tensor:
         x = self._normed(self._hidden, self._weights.input_norms[layer])
@@ -43,7 +47,7 @@ class TorchStep:
         if self._config.qk_norm:
             query, key = (self._normed(heads, norm) for heads, norm in zip((query, key), self._weights.head_norms[layer], strict=True))
         cos, sin = self._cos[part.rows], self._sin[part.rows]
-        query, key = rotated(query, cos, sin), rotated(key, cos, sin)
+        query, key = self._elementwise.rotated(query, cos, sin), self._elementwise.rotated(key, cos, sin)
         first, last, whole = weights.front, weights.front + weights.heads, weights.kv_heads * group
         if weights.heads < whole:  # the cut runs through a group: zero queries stand in for the neighbour's
             padded = query.new_zeros((tokens, whole, dim))
@@ -59,15 +63,11 @@ class TorchStep:
         if columns.width == 0:
             return torch.zeros_like(x)
         weights = self._weights.mlp(layer, columns)
-        return linear(silu(linear(x, weights.gate, weights.gate_bias)) * linear(x, weights.up, weights.up_bias), weights.down)
+        gate, up = linear(x, weights.gate, weights.gate_bias), linear(x, weights.up, weights.up_bias)
+        return linear(self._elementwise.gated(gate, up), weights.down)
 
     def logits(self, rows: Sequence[int], vocabulary: Interval) -> Tensor:
         return linear(self._normed(self._hidden[rows], self._weights.last_norm), self._weights.head(vocabulary)).float()
 
     def _normed(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(hidden, weight.shape, weight, self._config.rms_eps)
-
-
-def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in half-split order; heads (tokens, heads, dim), cos and signed sin (tokens, 1, dim)."""
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+        return self._elementwise.normed(hidden, weight, self._config.rms_eps)

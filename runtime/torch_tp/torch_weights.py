@@ -46,15 +46,18 @@ class TorchWeights:
         self._is_mapped = device.type == "cpu" and checkpoint.is_float32 and dtype == torch.float32
         self.loaded_bytes = 0
         self._resident: dict[str, tuple[Interval, Tensor]] = {}
-        self._attention: dict[tuple[int, Interval], AttentionMatrices] = {}
+        self._attention: dict[tuple[int, Interval, Interval], AttentionMatrices] = {}
         self._mlp: dict[tuple[int, Interval], MlpMatrices] = {}
         prefixes = [f"model.layers.{layer}." for layer in range(self._config.layers)]
-        self.input_norms = [self.whole(prefix + "input_layernorm.weight") for prefix in prefixes]
-        self.post_norms = [self.whole(prefix + "post_attention_layernorm.weight") for prefix in prefixes]
+        self.input_norms = [self._whole(prefix + "input_layernorm.weight") for prefix in prefixes]
+        self.post_norms = [self._whole(prefix + "post_attention_layernorm.weight") for prefix in prefixes]
         self.head_norms = [
-            [self.whole(f"{prefix}self_attn.{part}_norm.weight") for part in "qk"] if self._config.qk_norm else [] for prefix in prefixes
+            [self._whole(f"{prefix}self_attn.{part}_norm.weight") for part in "qk"] if self._config.qk_norm else [] for prefix in prefixes
         ]
-        self.last_norm = self.whole("model.norm.weight")
+        self.last_norm = self._whole("model.norm.weight")
+        # added to the sum of all ranks, once
+        self.output_biases = [self._whole(prefix + "self_attn.o_proj.bias") if self._config.output_bias else None for prefix in prefixes]
+        self.down_biases = [self._whole(prefix + "mlp.down_proj.bias") if self._config.mlp_bias else None for prefix in prefixes]
 
     def prepare(self, share: RankShare) -> None:
         """Have everything of a share on the device, so that no step waits for it. On a CPU views are made when first used."""
@@ -68,7 +71,7 @@ class TorchWeights:
     def keep_only(self, shares: Iterable[RankShare]) -> None:
         """Forget ranges that no live plan uses. What is resident on a device stays, for a slide back, until `shrink`."""
         shares = list(shares)
-        attention = {(layer, heads) for share in shares for layer, heads in enumerate(share.query)}
+        attention = {(layer, heads, share.kv[layer]) for share in shares for layer, heads in enumerate(share.query)}
         mlp = {(layer, columns) for share in shares for layer, columns in enumerate(share.mlp)}
         self._attention = {key: value for key, value in self._attention.items() if key in attention}
         self._mlp = {key: value for key, value in self._mlp.items() if key in mlp}
@@ -81,18 +84,15 @@ class TorchWeights:
         for share in shares:
             self.prepare(share)
 
-    def whole(self, name: str) -> Tensor:
-        return self._checkpoint.tensor(name).to(device=self._device, dtype=self._dtype)
-
     def head(self, vocabulary: Interval) -> Tensor:
         """(own vocabulary rows, hidden)."""
         return self._range("output head", self._checkpoint.output_head, 0, vocabulary)
 
     def attention(self, layer: int, share: RankShare) -> AttentionMatrices:
         heads, kv = share.query[layer], share.kv[layer]
-        found = self._attention.get((layer, heads))
+        found = self._attention.get((layer, heads, kv))
         if found is None:
-            found = self._attention[layer, heads] = self._make_attention(layer, heads, kv)
+            found = self._attention[layer, heads, kv] = self._make_attention(layer, heads, kv)
         return found
 
     def mlp(self, layer: int, columns: Interval) -> MlpMatrices:
@@ -113,6 +113,9 @@ class TorchWeights:
         output = self._columns(f"{prefix}o_proj.weight", ranges[0][1])
         front = heads.start - kv.start * self._config.group if heads.width else 0
         return AttentionMatrices((query, key, value), (biases[0], biases[1], biases[2]), output, heads.width, kv.width, front)
+
+    def _whole(self, name: str) -> Tensor:
+        return self._checkpoint.tensor(name).to(device=self._device, dtype=self._dtype)
 
     def _rows(self, name: str, rows: Interval) -> Tensor:
         return self._range(name, self._checkpoint.tensor(name), 0, rows)

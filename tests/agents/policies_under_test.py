@@ -16,7 +16,7 @@ SCHEMA = BundleSchema(
     decision_kind="route",
     feature_names=tuple(f"feature_{i}" for i in range(FEATURES)),
     context_names=tuple(f"context_{i}" for i in range(CONTEXT)),
-    observation_version=3,
+    observation_version=907,  # no version of ours
     candidates_max=CANDIDATES_MAX,
 )
 

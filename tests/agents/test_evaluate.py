@@ -83,7 +83,7 @@ def test_bad_input_is_one_line_and_no_file(mistake, tmp_path, capsys):
 def test_bundle_of_another_schema_or_kind_is_refused(tmp_path, capsys):
     bundle = write_bundle(tmp_path / "toy", contents())
     assert main(["--experiment", "smoke", "--bundle", f"route={bundle}"]) == 2
-    assert f"observation_version is 3; this program uses {OBSERVATION_VERSION}" in capsys.readouterr().err
+    assert f"observation_version is 907; this program uses {OBSERVATION_VERSION}" in capsys.readouterr().err
     assert main(["--experiment", "smoke", "--bundle", f"split={bundle}"]) == 2
     assert "decision_kind is 'route'; this program uses 'split'" in capsys.readouterr().err
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from agents import heuristics
 from agents.experiment import DEFAULT_PPO
 from agents.experiment_config import EXPERIMENTS, ExperimentConfig, ExperimentError, load_experiment
 from agents.ppo_training import PpoSettings
+from envs.cluster.world import WorldOptions
 from envs.scenario.cluster_file import load_cluster
 from envs.traces.default_traces import FILES
 
@@ -27,7 +30,7 @@ def test_shipped_experiment_names_what_exists(name):
     """Name, trace, clusters, heuristics and PPO settings of each file are known to the parts that will read them."""
     config = load_experiment(name)
     assert config.name == name
-    assert config.trace.name in FILES
+    assert all(name in FILES for name in [part.name for part in config.trace.parts if part.name != "batch"] or [config.trace.name])
     for cluster in config.worlds.clusters:
         groups = len(load_cluster(cluster).groups)
         assert groups + 2 <= config.max_candidates["route"], "a route decision has every group, hold and refuse"
@@ -59,13 +62,16 @@ def test_file_beats_defaults_field_by_field(tmp_path):
 
 
 def test_world_options_reach_the_world(tmp_path):
-    config = load_experiment(written(tmp_path, "worlds: {options: {drain_s: 12.5, hold_max_s: 0.25}}"))
-    assert (config.world_options().drain_s, config.world_options().hold_max_s) == (12.5, 0.25)
+    """Whole numbers stand for seconds, a list for one value per class."""
+    config = load_experiment(written(tmp_path, "worlds: {options: {drain_s: 12, hold_max_s: 0.25, default_output_tokens: [9, 8, 7]}}"))
+    options = config.world_options()
+    assert (options.drain_s, options.hold_max_s, options.default_output_tokens) == (12.0, 0.25, (9, 8, 7))
+    assert options == replace(WorldOptions(), drain_s=12.0, hold_max_s=0.25, default_output_tokens=(9, 8, 7))
 
 
 MISTAKES = {
     "unknown key": ("seeed: 3", "seeed"),
-    "unknown inner key": ("worlds: {requsts: 3}", "worlds.requsts"),
+    "unknown inner key": ("worlds: {requsts: 3}", 'worlds.requsts: key "requsts" unknown; did you mean "requests"'),
     "wrong type": ("seed: many", "seed: .*'many'"),
     "negative seed": ("seed: -1", "seed: .*-1"),
     "no requests": ("worlds: {requests: 0}", "worlds.requests: .*0"),
@@ -74,7 +80,18 @@ MISTAKES = {
     "window ends before it begins": ("trace: {test_s: [3000, 2900]}", "ends before it begins"),
     "a list, not keys": ("- seed: 3", "expected keys and values, found list"),
     "not YAML": ("seed: [1", "not readable as YAML"),
-    "unknown world option": ("worlds: {options: {drain: 3}}", "worlds.options: .*drain"),
+    "unknown world option": ("worlds: {options: {drain: 3}}", 'worlds.options: .*"drain" unknown; did you mean "drain_s"'),
+    "world option of another type": ("worlds: {options: {hold_max_s: soon}}", "worlds.options: hold_max_s: 'soon' refused"),
+    "number as text in a world option": ("worlds: {options: {drain_s: '12'}}", "worlds.options: drain_s: '12' refused"),
+    "truth for a number": ("worlds: {options: {attempts_max: true}}", "worlds.options: attempts_max: True refused"),
+    "broken number of steps": ("worlds: {options: {stall_events: 1.5}}", "worlds.options: stall_events: 1.5 refused"),
+    "world option out of range": ("worlds: {options: {control_tick_s: 0}}", "worlds.options: control_tick_s=0.0 must lie between"),
+    "world option not a number": ("worlds: {options: {drain_s: .nan}}", "worlds.options: drain_s=nan must lie between"),
+    "unknown start corner": ("worlds: {options: {start_corner: planer}}", '"planer" unknown; did you mean "planner"'),
+    "too few default lengths": ("worlds: {options: {default_output_tokens: [256, 256]}}", "must be 3 numbers >= 1: chat, code, batch"),
+    "limit multiplier in two places": ("worlds: {options: {limit_multiplier: 2}}", "limit_multiplier is a key of `worlds` itself"),
+    "unknown agent of PPO": ("ppo: {rout: {}}", 'ppo: agent "rout" unknown; did you mean "route"'),
+    "unknown agent of sizes": ("max_candidates: {joined: 8}", 'max_candidates: agent "joined" unknown'),
 }
 
 
@@ -104,3 +121,21 @@ def test_yaml_cannot_build_objects(tmp_path):
 def test_unknown_name_lists_the_known():
     with pytest.raises(ExperimentError, match=r'"defualt" unknown; did you mean "default"\? known: .*smoke.*or give a YAML file'):
         load_experiment("defualt")
+
+
+def test_written_configuration_loads_to_the_same_experiment(tmp_path):
+    """`experiment.yaml` of a run, every default included, is an experiment file that means the same."""
+    config = load_experiment("smoke")
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    assert load_experiment(str(path)) == config
+    assert config.shortened and not load_experiment("default").shortened
+
+
+def test_parts_and_classes_are_checked(tmp_path):
+    with pytest.raises(ExperimentError, match=r'trace.parts.0.: .*service class "chatt" unknown; did you mean "chat"'):
+        load_experiment(written(tmp_path, "trace: {parts: [{name: azure-conv, label: chatt}]}"))
+    with pytest.raises(ExperimentError, match=r"classes.source: .*'trace', 'label' or 'classifier'"):
+        load_experiment(written(tmp_path, "classes: {source: guess}"))
+    with pytest.raises(ExperimentError, match=r"worlds.options.*report_delay_s=-1"):
+        load_experiment(written(tmp_path, "worlds: {options: {report_delay_s: -1}}"))

@@ -214,7 +214,7 @@ def test_damaged_bundle_is_refused_in_one_line(bundle_dir, case):
 
 
 def test_other_schema_than_expected_is_refused(bundle_dir):
-    with pytest.raises(BundleError, match="observation_version is 3; this program uses 4"):
+    with pytest.raises(BundleError, match="observation_version is 907; this program uses 4"):
         load_bundle(bundle_dir, dataclasses.replace(SCHEMA, observation_version=4))
     swapped = ("feature_1", "feature_0", *SCHEMA.feature_names[2:])
     with pytest.raises(BundleError, match="feature_names differ from this program's at position 0"):

@@ -89,6 +89,15 @@ def test_synthetic_trace_is_said_at_the_top(tmp_path):
     assert '<p class="banner">Synthetic trace' in page
 
 
+def test_shortened_run_is_said_at_the_top(tmp_path):
+    page = write_report(results(is_shortened=True), tmp_path / "report.html").read_text()
+    assert '<p class="banner">Shortened run' in page and "Synthetic trace" not in page
+    assert "Shortened" not in write_report(results(), tmp_path / "report.html").read_text()
+    output = io.StringIO()
+    print_table(results(is_shortened=True), Console(file=output, width=120))
+    assert "SHORTENED run" in output.getvalue()
+
+
 def test_same_results_give_the_same_page(tmp_path):
     first, second = (write_report(results(), tmp_path / name, np.random.default_rng(1)).read_bytes() for name in ("a", "b"))
     assert first == second
@@ -171,3 +180,13 @@ def test_terminal_table_says_how_many_requests_and_who_is_the_reference():
     print_table(results(is_synthetic=True), Console(file=output, width=80))
     assert "12 worlds, 120 requests for each policy, SYNTHETIC trace" in output.getvalue()
     assert "least_work_left *" in output.getvalue()
+
+
+def test_capability_profiles_are_shown_with_ranks_and_affinity(tmp_path):
+    row = {"cluster": "c", "kind": "group", "name": "pair <a>", "vector": [0.5] * 9 + [1.25], "prefill_rank": 2, "decode_rank": 1}
+    shown = results(capability=(row | {"affinity": {"chat": -0.4}},))
+    page = write_report(shown, tmp_path / "report.html").read_text()
+    assert "<h2>Devices and groups</h2>" in page and "group pair &lt;a&gt;" in page
+    assert all(text in page for text in ("flop_per_s", "step_time", "+1.25", "suits chat", "-0.40"))
+    assert EvaluationResults.from_json(shown.to_json()) == shown
+    assert "Devices and groups" not in write_report(results(), tmp_path / "other.html").read_text()

@@ -15,7 +15,7 @@ from gymnasium.utils.env_checker import check_env as check_gymnasium
 from stable_baselines3.common.env_checker import check_env as check_sb3
 
 from agents.heuristics import ROUTERS, make
-from agents.training_envs import build_training_envs
+from agents.training_envs import _WorkerEnv, build_training_envs
 from envs.cluster.faults import FaultEvent, FaultKind, FaultRates
 from envs.decision.objective import value_of
 from envs.domain.requests import SERVICE_CLASSES, OutcomeKind
@@ -32,8 +32,15 @@ def small_world(rng: np.random.Generator, requests: int = 60):
     return replace(made, fault_rates=FaultRates().scaled(20.0))
 
 
-def small_env(asked=("route",), **settings) -> SchedulingEnv:
-    return SchedulingEnv(small_world, lambda rng: {} if "route" in asked else {"route": Shortest()}, EnvSettings(asked=asked, **settings))
+def overloaded_world(rng: np.random.Generator):
+    """Ten times as many requests, 60 to 300 of them a second."""
+    made = world(traffic(600, float(rng.uniform(60, 300)), int(rng.integers(1 << 30))), seed=int(rng.integers(1 << 30)), **FAST)
+    return replace(made, fault_rates=FaultRates().scaled(20.0))
+
+
+def small_env(asked=("route",), overloaded: bool = False, **settings) -> SchedulingEnv:
+    worlds = overloaded_world if overloaded else small_world
+    return SchedulingEnv(worlds, lambda rng: {} if "route" in asked else {"route": Shortest()}, EnvSettings(asked=asked, **settings))
 
 
 def fixed_env(spec, asked=("route",), **settings) -> SchedulingEnv:
@@ -59,7 +66,7 @@ def test_environment_checkers_pass_with_warnings_as_errors(env_id):
 def walk(env, steps: int, seed: int, p_last: float = 0.02) -> dict[str, int]:
     """Random masked steps over many episodes; every observation is checked. Returns counts."""
     rng = np.random.default_rng(seed)
-    counts = {"episodes": 0, "illegal": 0, "empty": 0}
+    counts = {"episodes": 0, "illegal": 0, "refused": 0}
     observation, _ = env.reset(seed=seed)
     for _ in range(steps):
         mask = env.action_masks()
@@ -76,6 +83,7 @@ def walk(env, steps: int, seed: int, p_last: float = 0.02) -> dict[str, int]:
         if terminated or truncated:
             json.dumps(info["summary"], allow_nan=False)
             counts["illegal"] += info["summary"]["illegal_actions"]
+            counts["refused"] += info["summary"]["counts"]["REFUSED"]
             counts["episodes"] += 1
             assert env.observation_space.contains(observation)
             observation, _ = env.reset()
@@ -98,8 +106,28 @@ def test_random_masked_steps_stay_legal_and_inside_the_space(asked, steps):
 @pytest.mark.fault("K06")
 @pytest.mark.timeout(7200)
 @pytest.mark.skipif(not os.environ.get("BALLAST_SLOW_TESTS"), reason="a million steps take an hour; set BALLAST_SLOW_TESTS=1")
-def test_a_million_random_masked_steps():
-    assert walk(small_env(ALL_DECISIONS), 1_000_000, 5)["illegal"] == 0
+@pytest.mark.parametrize("part", range(10))
+def test_a_million_random_masked_steps(part):
+    """Ten parts of 100,000 steps, every second one in overload: arrivals beyond what batches, queues and the hold queue take."""
+    counts = walk(small_env(ALL_DECISIONS, overloaded=part % 2 == 1), 100_000, part)
+    assert counts["illegal"] == 0
+    assert (counts["refused"] > 10_000) == (part % 2 == 1), f"part {part}: {counts}"
+    print(f"part {part}: {counts}")
+
+
+def test_overload_fills_every_queue():
+    """The overloaded worlds of the long target do what they claim: full groups and a full hold queue are seen, and refusals."""
+    env = small_env(ALL_DECISIONS, overloaded=True)
+    env.reset(seed=0)
+    rng, full = np.random.default_rng(0), set()
+    for _ in range(600):
+        view = env.point.view
+        full |= {"group"} if (view.waiting >= view.queue_limit).any() else set()
+        full |= {"hold"} if view.hold_queue >= view.hold_queue_limit else set()
+        _, _, terminated, truncated, _ = env.step(int(rng.choice(np.flatnonzero(env.action_masks()))))
+        if terminated or truncated:
+            break
+    assert full == {"group", "hold"}
 
 
 def test_an_illegal_action_is_counted_and_refused():
@@ -136,8 +164,6 @@ def test_the_extreme_states_stay_inside_the_space(asked):
     late = world(
         W.trace(1e9 + np.arange(40) * 0.1, 300, 30),
         faults=(FaultEvent(FaultKind.LOST_GROUP, 1e9 + 1, 2.0, W.PAIR),),
-        control_tick_s=1e8,
-        interference_sigma=0.0,
     )
     down = world(W.trace(np.arange(30) * 0.5, 300, 30), faults=all_down(), drain_s=20.0)
     for spec in (long_prompt, late, down):
@@ -251,6 +277,27 @@ def test_eight_environments_have_eight_streams_and_neighbouring_seeds_share_none
     assert len(set(seven)) == 8 and len(set(seven) | set(eight)) == 16
     for method in ("fork", "spawn"):
         assert first_arrivals(2, 7, method) == seven[:2], method
+
+
+def stream_of(env_index: int) -> bytes:
+    """Fingerprint of one training environment of a run with seed 7: its first observation and twelve more."""
+    env = _WorkerEnv(small_env, 7, env_index)()
+    observation, _ = env.reset()
+    seen = []
+    for _ in range(12):
+        seen += [observation[key].tobytes() for key in sorted(observation)]
+        observation, *_ = env.step(int(observation["mask"].argmax()))
+    return b"".join(seen)
+
+
+@pytest.mark.fault("K05")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_all_eight_streams_are_the_same_in_other_processes(method):
+    """Environments 0 to 7, built in two processes that were forked or spawned, are those of this process, one by one."""
+    here = [stream_of(i) for i in range(8)]
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        assert pool.map(stream_of, range(8), chunksize=4) == here
+    assert len(set(here)) == 8
 
 
 def arrivals_of(seed: int) -> list[float]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from envs.decision import predictor as P
 from envs.decision.actions import DecisionPoint, route_commands, route_mask
+from envs.decision.capability import FEATURES, STATIC_FEATURES
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import ClusterSnapshot, Residents
@@ -64,6 +65,10 @@ def view_of(groups: int, residents: Mapping[int, Sequence[tuple[int, int]]] | No
         "hold_queue_limit": 8,
         "arrival_rate_5s": 1.0,
         "arrival_rate_60s": 1.0,
+        "static_profile": np.zeros((groups, len(STATIC_FEATURES))),
+        "rank_ratio": np.ones((groups, 1)),
+        "correction_std": np.zeros(groups),
+        "class_ratio": np.ones((groups, len(SERVICE_CLASSES), 2)),
     }
     wrong = set(columns) - set(values)
     assert not wrong, f"no such column: {wrong}"
@@ -80,15 +85,20 @@ def tables_of(speeds: Sequence[float], answer_tokens: int = ANSWER_TOKENS) -> P.
     group_cost = np.zeros((groups, ST.GROUP_COLUMNS))
     group_cost[:, [ST.GC_HOST_SLOW, ST.GC_LINK_SLOW, ST.GC_INTERFERENCE]] = 1.0
     classes = len(SERVICE_CLASSES)
+    plan, chunk = np.zeros(groups, np.int64), np.full(groups, 2048, np.int64)
+    residual, slow = np.ones((groups, 1, ST.RESIDUAL_BINS)), np.ones((groups, 1, 2))
+    prompts, answers = np.full(classes, 400.0), np.full(classes, float(answer_tokens))
     return P.PredictorTables(
         rank_cost=rank_cost,
         group_cost=group_cost,
-        plan=np.zeros(groups, np.int64),
+        plan=plan,
+        baseline=P.baseline_table(P.baselines(prompts, answers, rank_cost, group_cost, residual, slow, plan, chunk, 1e5)),
+        needs=np.zeros((classes, len(FEATURES))),
         remaining_tokens=np.full((classes, P.REMAINING_BINS), float(answer_tokens)),
         remaining_quantiles=np.full((classes, P.REMAINING_BINS, P.QUANTILES), float(answer_tokens)),
-        chunk_tokens=np.full(groups, 2048, np.int64),
-        residual=np.ones((groups, 1, ST.RESIDUAL_BINS)),
-        slow=np.ones((groups, 1, 2)),
+        chunk_tokens=chunk,
+        residual=residual,
+        slow=slow,
     )
 
 

@@ -70,3 +70,11 @@ def test_power_of_two_with_two_allowed_is_shortest_queue():
     view = view_of(3, waiting=[2, 0, 5])
     assert {router.choose(route_point(view, [True, False, True])) for _ in range(20)} == {0}
     assert {router.choose(route_point(view_of(2))) for _ in range(20)} == {0}, "a tie goes to the lower index"
+
+
+def test_weighted_round_robin_gives_a_slowed_group_its_present_share():
+    """Equal groups, the second's slowest rank measured at twice its declared time: weights 1 and 1/2, so 200 : 100 of 300."""
+    router = WeightedRoundRobin()
+    view = view_of(2, rank_ratio=np.array([[1.0], [2.0]]))
+    chosen = [router.choose(route_point(view)) for _ in range(300)]
+    assert [chosen.count(g) for g in range(2)] == [200, 100]

@@ -61,7 +61,7 @@ def permuted(point: DecisionPoint, order: np.ndarray) -> DecisionPoint:
     columns["residents"] = Residents(offset, old.ints[rows], old.floats[rows])
     tables = point.tables
     per_group = ("rank_cost", "group_cost", "plan", "chunk_tokens", "residual", "slow")
-    moved = replace(tables, **{name: getattr(tables, name)[order] for name in per_group})
+    moved = replace(tables, baseline=tables.baseline[:, order], **{name: getattr(tables, name)[order] for name in per_group})
     mask = route_mask(point.allowed_groups[order], view.hold_queue, view.hold_queue_limit, True)
     return DecisionPoint("route", replace(view, **columns), point.commands, mask, moved, point.request, point.hits[order])
 

@@ -112,7 +112,17 @@ def test_matching_score_prefers_room_and_speed():
 
 def test_matching_sub_scores_by_hand():
     """400 + 100 of 16,000 KV tokens: headroom 1 - 500/16,000. No communication: 1. One rank: balance 1.
-    Prediction: TTFT about 40 ms of 1.16 s, TPOT 10 of 100 ms: latency 1 / 1.1."""
+    Prediction: TTFT about 40 ms of 1.16 s, TPOT 10 of 100 ms: latency 1 / 1.1. Equal groups have no affinity: compute fit 3/4."""
     scores = sub_scores(route_point(view_of(2)))
-    assert scores[0] == pytest.approx([1.0, 1 - 500 / 16_000, 1.0, 1 / 1.1, 1.0], rel=1e-3)
+    assert scores[0] == pytest.approx([0.75, 1 - 500 / 16_000, 1.0, 1 / 1.1, 1.0], rel=1e-3)
     assert np.array_equal(scores[0], scores[1])
+
+
+def test_matching_score_learns_from_what_a_class_met():
+    """Equal groups, but this class's answers took 1.5 times the prediction in the first: the second wins; for another class,
+    without such a record, the tie goes to the first."""
+    ratio = np.ones((2, 3, 2))
+    ratio[0, 0] = 1.5
+    view = view_of(2, class_ratio=ratio)
+    assert MatchingScore().choose(route_point(view)) == 1
+    assert MatchingScore().choose(route_point(view, class_index=1)) == 0

@@ -230,3 +230,108 @@ def test_failed_requests_keep_their_attempts_and_stamps():
     assert failed.any()
     assert out.attempts[failed].max() >= 2
     assert np.isfinite(out.first_token_s[failed]).any()
+
+
+@pytest.mark.parametrize("begin_s", [0.0, 7.25, 1e9])
+def test_a_late_first_arrival_changes_nothing_but_the_clock(begin_s):
+    """The same requests and random faults beginning at 0, a little later and after thirty years: the same fates and the same
+    durations (to what a float holds there), and no event is spent on the empty time before."""
+    table = traffic(40, 5.0, 3, shared=False)
+    arrivals = table.arrival_s - table.arrival_s[0]
+    # halves of a microsecond, which every one of the three clocks holds exactly
+    arrivals = np.round(arrivals * 2**20) / 2**20
+
+    def fates(at_s: float):
+        made = world(replace(table, arrival_s=at_s + arrivals), seed=5, **FAST)
+        process = ClusterProcess(replace(made, fault_rates=MANY_FAULTS), ALL)
+        steps, before = 0, process.env.step
+
+        def counted() -> None:
+            nonlocal steps
+            steps += 1
+            before()
+
+        process.env.step = counted
+        process.run(dict.fromkeys(ALL, RandomLegal(1)))
+        return process.outcomes.kind.copy(), process.outcomes.finish_s - at_s, steps
+
+    kinds, finish_s, steps = fates(0.0)
+    later_kinds, later_finish_s, later_steps = fates(begin_s)
+    assert (kinds == OutcomeKind.COMPLETED).sum() > 10
+    if begin_s < 1e6:
+        assert (later_kinds == kinds).all()
+        assert later_finish_s == pytest.approx(finish_s, abs=1e-6, nan_ok=True)
+    assert later_steps < 3 * steps + 1000
+
+
+def test_a_scripted_fault_is_on_the_traces_clock():
+    """Requests arrive from 100 s on. A loss from 101 to 103 s strikes; one under way at 100 s lasts for its rest; one that was
+    over at 100 s is noted and strikes nobody."""
+    table = W.trace(100.0 + np.arange(60) * 0.1, 100, 10)
+    faults = (
+        FaultEvent(FaultKind.LOST_GROUP, 10.0, 80.0, W.PAIR),
+        FaultEvent(FaultKind.SLOW_HOST, 90.0, 12.0, W.SOLO),
+        FaultEvent(FaultKind.LOST_GROUP, 101.0, 2.0, W.PAIR),
+    )
+    seen = []
+
+    def see(process, point):
+        seen.append((process.env.now, process.groups.health[W.SOLO].host_slow, process.groups.health[W.PAIR].is_lost))
+
+    process = play(world(table, faults=faults, **FAST), {"route": Shortest()}, keep_lines=True, on_point=see)
+    noted = [line for line in process.log.lines if "fault" in line]
+    assert [line.split()[1] for line in noted] == ["fault_over:LOST_GROUP", "fault:SLOW_HOST", "fault:LOST_GROUP"]
+    assert {slow for now, slow, _ in seen if 100.0 < now < 101.9} == {2.0}
+    assert {slow for now, slow, _ in seen if now > 102.1} == {1.0}
+    assert not any(lost for now, _, lost in seen if now < 101.0) and any(lost for now, _, lost in seen if 101.2 < now < 102.9)
+
+
+def test_a_request_carries_its_session_and_prefix():
+    """What a scheduler may know at arrival: session name and prefix blocks, when it is first asked about and when it is put back."""
+    table = W.trace([0.0, 0.1], [200, 100], 400, prefixes=[[0, 1, 2], []], block_tokens=64)
+    table = replace(table, session=np.array([0, -1], np.int32), session_names=("anna",))
+    asked: dict[int, list] = {}
+    fault = FaultEvent(FaultKind.LOST_GROUP, 1.0, 5.0, W.SOLO)
+    play(
+        world(table, faults=(fault,), **FAST),
+        {"route": W.RouteTo(W.SOLO)},
+        on_point=lambda process, point: asked.setdefault(point.request.request_id, []).append(point.request),
+    )
+    for request in asked[0]:
+        assert (request.session, request.prefix_blocks, request.prefix_block_tokens) == ("anna", (0, 1, 2), 64)
+    for request in asked[1]:
+        assert (request.session, request.prefix_blocks, request.prefix_block_tokens) == (None, (), 0)
+    assert len(asked[0]) > 1 and asked[0][-1].attempts > 0
+
+
+@pytest.mark.fault("K10")
+def test_the_door_and_the_mask_know_nothing_of_the_answer():
+    """Worlds that differ only in how long the answers turn out to be ask the same first questions with the same masks and refuse
+    the same requests at the door. A declared limit is what counts where there is one, the class's default elsewhere."""
+    limits = replace(LIMITS, context_tokens=4000, kv_blocks=150)  # 2,400 tokens
+    prompts, declared, classes = [2000, 2000, 2200, 100, 3900, 100], [0, 500, 0, 2350, 0, 3950], [0, 0, 0, 1, 0, 0]
+
+    def door(outputs):
+        table = W.trace(np.arange(6) * 1e-3, prompts, outputs, classes, declared)
+        masks = {}
+        process = play(
+            world(table, W.cluster(limits), default_output_tokens=(300, 300, 300)),
+            {"route": Shortest()},
+            on_point=lambda process, point: masks.setdefault(point.request.request_id, point.mask.tolist()),
+        )
+        early = process.outcomes.finish_s <= table.arrival_s
+        return masks, early.tolist()
+
+    short, long = door(1), door([600, 2000, 1, 5, 1, 1])
+    assert short == long
+    # 2,300 fits; 2,500 by declaration, 2,500 by default, 2,450 by declaration, 4,200 and 4,050 do not
+    assert short[1] == [False, True, True, True, True, True]
+
+
+def test_an_answer_ends_with_the_context():
+    """1,000 tokens of context, 900 of prompt, a recorded answer of 400: it is cut after 100, as an engine would."""
+    table = W.trace([0.0, 0.1], [900, 300], [400, 400], 0, [60, 0])
+    process = ClusterProcess(world(table, W.cluster(replace(LIMITS, context_tokens=1000))))
+    process.run({"route": Shortest()})
+    assert process.outcomes.output_tokens.tolist() == [100, 400]
+    assert (process.outcomes.kind == OutcomeKind.COMPLETED).all()

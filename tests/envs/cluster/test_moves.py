@@ -378,3 +378,34 @@ def test_each_held_request_has_its_own_deadline():
     assert asked[2][-1] == pytest.approx(1.9, abs=1e-6)
     assert asked[3][-1] == pytest.approx(2.15, abs=1e-6)
     assert asked[0][-1] - asked[0][1] == pytest.approx(1.0, abs=1e-6)
+
+
+def offered(process, kind: CommandKind, group_index: int) -> bool:
+    """Whether a rebalance decision would list such a command now."""
+    health = process.moves.declared_health()
+    found = rebalance_candidates(process.view(), process.groups.groups, process.groups.plans, process.tables, health)
+    return any((command.kind, command.group_index) == (kind, group_index) for command in found.commands)
+
+
+def test_restore_is_offered_only_after_the_stay_that_a_fall_back_lasts():
+    """The pair falls back from a rank that is 4 times too slow. That rank works no more, so nothing shows that it is still slow;
+    what was measured of it fades, and after half a minute alone it would pass for well. Offered 60 s after the fall-back, not before."""
+    slow = FaultEvent(FaultKind.SLOW_MEMORY, 1.0, 500.0, W.PAIR, 1, size=4.0)
+    stage = Stage(W.trace(np.arange(140) * 0.5, 100, 150), RouteTo(W.PAIR), faults=(slow,), fall_back_stay_s=60.0)
+    process = stage.process
+    stage.to(0.9)
+    assert not offered(process, CommandKind.FALL_BACK, W.PAIR)
+    stage.to(4.0)
+    assert offered(process, CommandKind.FALL_BACK, W.PAIR) and not offered(process, CommandKind.RESTORE, W.PAIR)
+    fell_back_s = process.env.now
+    stage.order(CommandKind.FALL_BACK, W.PAIR)
+    assert process.groups.plans[W.PAIR].query_heads[1] == 0
+    for until_s in (4.4, 20.0, fell_back_s + 59.2):
+        stage.to(until_s)
+        assert not offered(process, CommandKind.RESTORE, W.PAIR)
+    assert process.telemetry.speed_factors(W.PAIR)[1] > 0.5  # only the stay holds it back
+    stage.to(fell_back_s + 60.01)
+    assert offered(process, CommandKind.RESTORE, W.PAIR)
+    stage.order(CommandKind.RESTORE, W.PAIR)
+    assert min(process.groups.plans[W.PAIR].query_heads) > 0
+    assert (stage.finish().kind == OutcomeKind.COMPLETED).all()

@@ -118,3 +118,67 @@ def test_a_faster_twin_is_not_complementary():
 def test_refusals_name_what_came(call, said):
     with pytest.raises(ValueError, match=said):
         call()
+
+
+def test_the_frozen_scale_is_near_the_catalogues():
+    """0.3 in each log mean and a fifth of each spread: beyond that the features of new GPUs would leave their usual range."""
+    from envs.scenario.catalogue import load_gpus, load_links
+
+    gpus = list(load_gpus().values())
+    scale = C.scale_of(C.static_rates(gpus, [load_links()[gpu.link] for gpu in gpus]))
+    assert scale.log_mean == pytest.approx(C.CATALOGUE_SCALE.log_mean, abs=0.3)
+    assert scale.log_spread == pytest.approx(C.CATALOGUE_SCALE.log_spread, rel=0.2)
+
+
+def test_a_groups_rates_add_up_but_its_slowest_link_counts():
+    rates = np.array([[1.0, 2.0, 3.0, 40.0, 5.0], [10.0, 20.0, 30.0, 4.0, 50.0]])
+    assert C.group_rates(rates).tolist() == [11.0, 22.0, 33.0, 4.0, 55.0]
+    with pytest.raises(ValueError, match="no ranks"):
+        C.group_rates(rates[:0])
+
+
+def test_the_compiled_profile_is_the_plain_one():
+    """Twin of `capability_vector` and `similarity`, on groups with absent ranks, full pools and queues."""
+    from envs.domain.snapshot import ClusterSnapshot
+
+    rng = np.random.default_rng(1)
+    groups = 6
+    columns = dict.fromkeys(ClusterSnapshot.__dataclass_fields__)
+    columns |= {
+        "is_up": np.ones(groups, bool),
+        "static_profile": rng.normal(size=(groups, 5)),
+        "waiting": rng.integers(0, 30, groups),
+        "kv_blocks_free": rng.integers(0, 100, groups),
+        "kv_blocks_total": np.full(groups, 100),
+        "rank_ratio": rng.uniform(0.8, 2.0, (groups, 3)) * (rng.random((groups, 3)) < 0.7),
+    }
+    columns["rank_ratio"][:, 0] = 1.1
+    view = ClusterSnapshot(**columns)
+    need = rng.normal(size=10)
+    profile, affinity = C.profile_and_affinity(view, need)
+    expected = np.concatenate([view.static_profile, C.dynamic_vector(C.group_states(view))], axis=1)
+    np.testing.assert_allclose(profile, expected, atol=1e-12)
+    centred = expected.copy()
+    centred[:, :5] -= centred[:, :5].mean(axis=0)
+    np.testing.assert_allclose(affinity, C.similarity(centred, need[None])[:, 0], atol=1e-12)
+
+
+def test_present_strength_by_hand():
+    """Usual state: 1. Steps 25 % slower: 1 / 1.25. A queue of 17 (one unit): e^-0.2."""
+    usual, slow, queued = np.zeros((3, 10))
+    slow[C.FEATURES.index("step_time")] = 1.0
+    queued[C.FEATURES.index("queue_depth")] = 1.0
+    assert C.present_strength(np.stack([usual, slow, queued])) == pytest.approx([1.0, 0.8, np.exp(-0.2)])
+
+
+def test_needs_of_classes_by_their_limits():
+    """Equal prompts and answers: the class with the tighter TTFT limit needs more compute and link, the one with the tighter TPOT
+    limit more bandwidth, all the same memory; twice the limit is ln 2 / spread less."""
+    from envs.scenario.catalogue import model
+
+    needs = C.class_needs(model("Llama-3.1-8B"), np.full(2, 500.0), np.full(2, 100.0), np.array([1.0, 2.0]), np.array([0.1, 0.05]))
+    difference = needs[0] - needs[1]
+    spread = C.CATALOGUE_SCALE.log_spread
+    assert difference[:5] == pytest.approx([np.log(2) / spread[0], 0.0, -np.log(2) / spread[2], np.log(2) / spread[3], 0.0])
+    assert needs[:, :5].sum(axis=0) == pytest.approx(np.zeros(5), abs=1e-9)
+    assert (needs[:, 5:] == -1.0).all()

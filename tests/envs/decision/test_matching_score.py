@@ -109,3 +109,18 @@ def test_groups_do_not_see_each_other(order):
     permuted = {name: values[list(order)] for name, values in inputs.items()}
     moved = matching_scores(**permuted, rank_busy_fraction=busy[list(order)])
     np.testing.assert_array_equal(moved, scores[list(order)])
+
+
+def test_a_class_baseline_bounds_the_latency_expectation():
+    """Group 0 predicts half of both limits (2/3); the class's baseline is at its TPOT limit there: 1/2. Group 1's is below its
+    prediction and changes nothing."""
+    scores = matching_scores(**BASE, baseline_ttft_ratio=[0.1, 0.1], baseline_tpot_ratio=[1.0, 0.2])
+    assert scores[:, 3] == pytest.approx([0.5, 1 / 3])
+
+
+def test_affinity_scales_compute_fit():
+    """Cosine 1 leaves it; 0 takes a quarter; -1 half."""
+    for cosine, factor in ((1.0, 1.0), (0.0, 0.75), (-1.0, 0.5)):
+        assert matching_scores(**BASE, profile_affinity=cosine)[0, 0] == pytest.approx(0.8 * factor)
+    with pytest.raises(ValueError, match=r"profile_affinity has a maximum of 1\.5"):
+        matching_scores(**BASE, profile_affinity=[1.5, 0.0])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from envs.cluster.cluster_process import ClusterProcess
+from envs.decision import predictor as P
 from envs.decision.observation import BOUND, CONTEXT, FEATURES, GROUP_FEATURES, ROUTE_FEATURES, encode, route_and_group_rows, schema_hash
 from envs.domain.commands import CommandKind
 from tests.envs import small_worlds as W
@@ -110,3 +111,29 @@ def test_an_earlier_snapshot_does_not_change_afterwards():
 
 def test_schema_hash_names_the_features():
     assert len(schema_hash()) == 64 and len(set(FEATURES)) == len(FEATURES) and len(set(CONTEXT)) == len(CONTEXT)
+
+
+def test_features_of_baseline_profile_and_measured_ratios_by_hand():
+    """Groups of three kinds at one decision: each of version 3's features against numpy on the snapshot and the tables."""
+    process = ClusterProcess(world(traffic(60, 8.0, 3, output_mean=100)))
+    point = None
+    for _ in range(40):
+        point = process.next_decision()
+        process.apply(point, int(np.flatnonzero(point.mask)[0]))
+    point = process.next_decision()
+    view, tables, c = point.view, point.tables, point.request.class_index
+    rows = dict(zip(GROUP_FEATURES + ROUTE_FEATURES, route_and_group_rows(point).T, strict=True))
+    present = [ratio[ratio > 0] for ratio in view.rank_ratio]
+    assert rows["log_slowest_rank"] == pytest.approx([np.log(ratio.max()) for ratio in present])
+    assert rows["log_rank_spread"] == pytest.approx([np.log(ratio.max() / ratio.min()) for ratio in present])
+    assert rows["correction_std"] == pytest.approx(view.correction_std)
+    base = tables.baseline[c] * view.correction[:, None]
+    best = base[point.allowed_groups, P.B_TIME_S].min()
+    assert rows["log_baseline_ttft_over_limit"] == pytest.approx(np.log(base[:, P.B_TTFT_RATIO]))
+    assert rows["log_baseline_time_over_best"] == pytest.approx(np.log(base[:, P.B_TIME_S] / best))
+    free = view.kv_blocks_free * view.kv_block_tokens
+    assert rows["log_baseline_kv_over_free"] == pytest.approx(np.log(tables.baseline[c, :, P.B_KV_TOKENS] / free))
+    assert rows["profile_affinity"] == pytest.approx(point.affinity)
+    assert rows["log_class_ttft_ratio"] == pytest.approx(np.log(view.class_ratio[:, c, 0]))
+    assert rows["log_class_tpot_ratio"] == pytest.approx(np.log(view.class_ratio[:, c, 1]))
+    assert np.abs(rows["log_slowest_rank"][0]) > 0.01 and np.unique(rows["profile_affinity"]).size > 1

@@ -12,6 +12,7 @@ from envs.decision.request_classes import (
     CLASS_FEATURES,
     CLASS_PRIOR,
     GapStatistics,
+    TypicalPrompts,
     class_baseline,
     class_log_scores,
     classify,
@@ -139,3 +140,17 @@ def test_on_real_rows_more_features_mean_fewer_mistakes(traces):
         with_burst.append(np.mean([classify(None, p, burstiness=burst) == index for p in prompts]))
     assert np.mean(by_length) > 0.55
     assert np.mean(with_burst) > np.mean(by_length) + 0.1
+
+
+def test_typical_prompts_begin_published_and_follow_arrivals():
+    """The prior is worth 20 arrivals: after 20 prompts of e times the prior's the mean has moved half a log unit."""
+    prompts = TypicalPrompts(prior_arrivals=20, memory_arrivals=100)
+    start = prompts.tokens()[CHAT]
+    assert start == pytest.approx(math.exp(0.633 * 6.27 + 0.291 * 6.98 + 0.076 * 8.32))
+    other = prompts.tokens()[CODE]
+    for _ in range(20):
+        prompts.observe(CHAT, round(start * math.e))
+    assert prompts.tokens()[CHAT] == pytest.approx(start * math.exp(0.5), rel=0.01)
+    assert prompts.tokens()[CODE] == other
+    with pytest.raises(ValueError, match="prior_arrivals=0"):
+        TypicalPrompts(prior_arrivals=0)

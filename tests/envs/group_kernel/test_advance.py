@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.group_kernel import layout as L
-from envs.group_kernel.advance import advance_all, cut_jump, next_event_s
+from envs.group_kernel.advance import advance_all, next_event_s
+from envs.group_kernel.jump import cut_jump
 from envs.group_kernel.queue import enqueue
 from envs.group_kernel.reading import kv_conserved
 from envs.perf_model import step_time as ST
@@ -182,3 +183,61 @@ def test_priority_waits_less_but_nobody_starves():
     advance_all(state, 100.0)
     order = [int(state.record_int[i, L.RI_REQUEST]) for i in range(4)]
     assert order == [0, 2, 1, 3]
+
+
+def test_a_request_behind_the_head_is_given_up_in_time():
+    """One slot, held for 5,000 steps of 10 ms; an old request waits behind an urgent one that came later. Timeout 2 s: the
+    old one, never at the head, ends one step after 2.1 s, the urgent one after 3.1 s."""
+    state = make_group(limit=1)
+    fixed_step(state, 0.010)
+    state.group_float[:, L.GF_QUEUE_TIMEOUT_S] = 2.0
+    for i, (arrival_s, head_start_s, output) in enumerate([(0.0, 0.0, 5000), (0.1, 0.0, 3), (1.1, 50.0, 3)]):
+        advance_all(state, arrival_s)
+        enqueue(state, 0, arrival_s, i, 0, 1, output, arrival_s, arrival_s - head_start_s, 0.1)
+        cut_jump(state, 0, arrival_s)
+    advance_all(state, 100.0)
+    ended = {int(state.record_int[i, L.RI_REQUEST]): i for i in range(3)}
+    for request, due_s in ((1, 2.1), (2, 3.1)):
+        assert state.record_int[ended[request], L.RI_KIND] == L.RECORD_TIMEOUT
+        assert due_s < state.record_float[ended[request], L.RF_FINISH_S] <= due_s + 0.0101
+    assert state.record_int[ended[0], L.RI_KIND] == L.RECORD_COMPLETED
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(1, 900), st.integers(1, 120), st.floats(0.0, 4.0)), min_size=2, max_size=30),
+    st.integers(1, 4),
+    st.floats(0.05, 2.0),
+)
+def test_nobody_waits_longer_than_the_timeout_and_a_step(rows, limit, timeout_s):
+    """Any requests in any queue order, endless KV: who was admitted waited no longer than the timeout, who was given up waited
+    longer, but by no more than one step (here under 0.15 s)."""
+    state = make_group(limit=limit)
+    state.group_float[:, L.GF_QUEUE_TIMEOUT_S] = timeout_s
+    for i, (arrival_s, prompt, output, head_start_s) in enumerate(sorted(rows)):
+        advance_all(state, arrival_s)
+        enqueue(state, 0, arrival_s, i, 0, prompt, output, arrival_s, arrival_s - head_start_s, 1e9)
+        cut_jump(state, 0, arrival_s)
+    advance_all(state, 1e6)
+    assert state.record_count[0] == len(rows)
+    for ints, floats in zip(state.record_int[: len(rows)], state.record_float[: len(rows)], strict=True):
+        if ints[L.RI_KIND] == L.RECORD_COMPLETED:
+            assert floats[L.RF_ADMITTED_S] - floats[L.RF_ARRIVAL_S] <= timeout_s + 1e-9
+        else:
+            assert ints[L.RI_KIND] == L.RECORD_TIMEOUT
+            assert timeout_s < floats[L.RF_FINISH_S] - floats[L.RF_ARRIVAL_S] <= timeout_s + 0.15
+
+
+def test_time_on_the_device_is_no_wait():
+    """Two sequences of 3,000 tokens in a pool for one and a half: the later one is preempted after more than the timeout, and waits
+    its turn; it is not given up for the time it was running."""
+    state = make_group(limit=2, blocks=300)
+    fixed_step(state, 0.010)
+    state.group_float[:, L.GF_QUEUE_TIMEOUT_S] = 15.0
+    for i in range(2):
+        enqueue(state, 0, 0.0, i, 0, 16, 3000 if i else 2700, 0.0, float(i), 0.1)
+    advance_all(state, 1e4)
+    ended = {int(state.record_int[i, L.RI_REQUEST]): i for i in range(2)}
+    assert state.record_int[ended[1], L.RI_PREEMPTIONS] == 1
+    assert state.record_int[ended[1], L.RI_KIND] == L.RECORD_COMPLETED
+    assert state.record_float[ended[1], L.RF_PARTS + L.PART_REDONE] > 0

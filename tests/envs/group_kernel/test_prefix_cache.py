@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from envs.group_kernel import layout as L
 from envs.group_kernel import prefix_cache as C
 from envs.group_kernel import reading as R
-from envs.group_kernel.advance import advance_all, advance_group, cut_jump
+from envs.group_kernel.advance import advance_all, advance_group
+from envs.group_kernel.jump import cut_jump
 from envs.group_kernel.queue import enqueue
 from envs.group_kernel.reading import hit_tokens, kv_conserved, read_groups
 from tests.envs.group_kernel.test_advance import make_group

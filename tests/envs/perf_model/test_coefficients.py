@@ -122,9 +122,7 @@ def test_all_reduce_between_measured_counts_lies_between_and_outside_is_unknown(
     found = profile("a100")
     two, three, four = (found.all_reduce_affine(ranks) for ranks in (2, 3, 4))
     assert three == pytest.approx(((two[0] + four[0]) / 2, (two[1] + four[1]) / 2))
-    assert (
-        found.all_reduce_affine(16) is None and found.all_reduce_affine(1) is None and profile("t4").all_reduce_affine(2) is None
-    )
+    assert found.all_reduce_affine(16) is None and found.all_reduce_affine(1) is None and profile("t4").all_reduce_affine(2) is None
 
 
 def test_eager_host_waits_for_launches_by_hand():

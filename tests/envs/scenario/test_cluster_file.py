@@ -14,8 +14,19 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envs.decision.move_candidates import IDLE_MIX
+from envs.decision.split_planner import corner_plan
 from envs.domain.plans import RankPlace, TpGroup
 from envs.domain.units import GB
+from envs.perf_model.memory_fit import (
+    InfeasibleSplit,
+    fits,
+    kv_bytes_per_token,
+    proportional_plan,
+    weight_bytes,
+    workspace_bytes,
+    workspace_floor_bytes,
+)
 from envs.scenario import group_check
 from envs.scenario.catalogue import gpu, link, load_gpus, model
 from envs.scenario.cluster_file import load_cluster, ready_clusters
@@ -193,10 +204,32 @@ def test_the_memory_bound_counts_one_kv_block():
     """A card with room for the weights and half a block is refused, with room for a whole block it is not."""
     spec = model("SmolLM2-135M")
     block_bytes = spec.kv_bytes_per_token * 2**19  # half a million tokens: large enough to reach 1 GiB cards
-    for share, fits in ((0.5, False), (1.01, True)):
+    for share, is_enough in ((0.5, False), (1.01, True)):
         card = replace(gpu("L4"), memory_bytes=int((spec.weight_bytes + share * block_bytes) / group_check.USABLE_FRACTION))
         group = TpGroup("g", spec, (RankPlace(card, "n"),), link("pcie4"), link("pcie4"))
-        assert (group_check.memory_problem(group, 2**19) is None) is fits
+        assert (group_check.memory_problem(group, 2**19) is None) is is_enough
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_the_memory_bound_is_the_memory_model_of_the_planner(ranks):
+    """Equal cards of a quarter GB more than they need by `memory_fit` pass, and an even plan then fits; a hundredth of that less
+    than the least that any split needs is refused, though weights and KV alone would still fit."""
+    spec = model("Llama-3.1-8B")
+    even = proportional_plan(spec, [1.0] * ranks)
+    need = (weight_bytes(spec, even) + workspace_bytes(spec, even) + 16 * kv_bytes_per_token(spec, even)).max()
+
+    def group(usable_bytes: float) -> TpGroup:
+        card = replace(gpu("L4"), memory_bytes=int(usable_bytes / group_check.USABLE_FRACTION) + 1)
+        return TpGroup("g", spec, (RankPlace(card, "n"),) * ranks, link("pcie4"), link("pcie4"))
+
+    roomy = group(need + 0.25e9)
+    assert group_check.memory_problem(roomy, 16) is None and fits(roomy, even, 16, group_check.USABLE_FRACTION)
+    least = spec.weight_bytes + 16 * spec.kv_bytes_per_token + workspace_floor_bytes(spec, ranks)
+    tight = group((least - 0.01e9) / ranks)
+    assert "GB of workspace" in (group_check.memory_problem(tight, 16) or "")
+    assert (least - 0.01e9) > spec.weight_bytes + 16 * spec.kv_bytes_per_token
+    with pytest.raises(InfeasibleSplit):
+        corner_plan(tight, "memory", IDLE_MIX)
 
 
 @pytest.mark.fault("K18")

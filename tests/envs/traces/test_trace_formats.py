@@ -220,8 +220,7 @@ def test_compressed_samples_read_the_same(write: Write, tmp_path: Path, name: st
 def test_classes_follow_label_then_format(write: Write):
     """Azure code by file name, Bailian's coder by label, agent sessions by format, a label in our own format by itself."""
     classes = {
-        name: load_trace(write(*SAMPLES[name][:2])).class_index.tolist()
-        for name in ("azure", "bailian", "llmservingsim", "ballast")
+        name: load_trace(write(*SAMPLES[name][:2])).class_index.tolist() for name in ("azure", "bailian", "llmservingsim", "ballast")
     }
     assert classes == {"azure": [1, 1], "bailian": [0, 1, 0], "llmservingsim": [0, 1, 1], "ballast": [2, 1]}
     assert load_trace(write(*SAMPLES["azure"][:2]), service_class="batch").class_index.tolist() == [2, 2]
@@ -244,8 +243,7 @@ def test_sessions_and_extras(write: Write):
 def test_litellm_array_and_standard_payload(write: Write):
     """The spend endpoint answers one array; the standard payload holds epoch seconds."""
     records = [
-        {"startTime": 1741000000.25 + i, "endTime": 1741000002.0 + i, "prompt_tokens": 5 + i, "completion_tokens": 2}
-        for i in range(3)
+        {"startTime": 1741000000.25 + i, "endTime": 1741000002.0 + i, "prompt_tokens": 5 + i, "completion_tokens": 2} for i in range(3)
     ]
     table = load_trace(write("a.json", json.dumps(records, indent=2)))
     assert table.arrival_s.tolist() == pytest.approx([0, 1, 2], abs=1e-6) and table.prompt_tokens.tolist() == [5, 6, 7]
@@ -358,14 +356,8 @@ def test_named_columns_with_units(write: Write):
     columns = {"arrival": "ts", "prompt": "in", "output": "out"}
     path = write("x.csv", "ts,x,in,out\n1500,a,5,6\n2500,b,7,8\n")
     table = load_trace(path, columns=columns, time_unit="ms")
-    assert (
-        table.arrival_s.tolist() == [1.5, 2.5]
-        and table.prompt_tokens.tolist() == [5, 7]
-        and table.output_tokens.tolist() == [6, 8]
-    )
-    rows = lines(
-        {"ts": "2025-01-01T00:00:00Z", "in": 5, "out": 6, "u": 9}, {"ts": "2025-01-01T00:00:03Z", "in": 5, "out": 6, "u": 8}
-    )
+    assert table.arrival_s.tolist() == [1.5, 2.5] and table.prompt_tokens.tolist() == [5, 7] and table.output_tokens.tolist() == [6, 8]
+    rows = lines({"ts": "2025-01-01T00:00:00Z", "in": 5, "out": 6, "u": 9}, {"ts": "2025-01-01T00:00:03Z", "in": 5, "out": 6, "u": 8})
     stamped = load_trace(write("y.jsonl", rows), columns={**columns, "session": "u"}, time_unit="stamp")
     assert stamped.arrival_s.tolist() == [0, 3] and stamped.session_name(1) == "8"
     with pytest.raises(TraceError, match="column inn missing; columns wanted: ts, inn, out; columns found: ts, x, in, out"):

@@ -187,13 +187,9 @@ def test_azure_conversation_loads_fast_and_is_the_published_trace(shared: Path):
         took_s.append(time.perf_counter() - start_s)
     assert min(took_s) < 0.3, "best of three, so that a busy neighbour does not count"
     gaps_s = np.diff(table.arrival_s)
-    assert (
-        len(table) == 19_366 and table.span_s == pytest.approx(3502, abs=1) and table.rate_per_s == pytest.approx(5.53, abs=0.01)
-    )
+    assert len(table) == 19_366 and table.span_s == pytest.approx(3502, abs=1) and table.rate_per_s == pytest.approx(5.53, abs=0.01)
     assert gaps_s.std() / gaps_s.mean() == pytest.approx(1.09, abs=0.01)
-    assert [table.prompt_tokens.mean(), *np.quantile(table.prompt_tokens, [0.5, 0.99])] == pytest.approx(
-        [1155, 1020, 4142], abs=1
-    )
+    assert [table.prompt_tokens.mean(), *np.quantile(table.prompt_tokens, [0.5, 0.99])] == pytest.approx([1155, 1020, 4142], abs=1)
     assert [table.output_tokens.mean(), *np.quantile(table.output_tokens, [0.5, 0.99])] == pytest.approx([211, 129, 601], abs=1)
 
 
@@ -201,9 +197,7 @@ def test_mooncake_is_the_published_trace(shared: Path):
     """7,689 rows, input 12,449 / 7,284 / 89,976, output 348 / 356 / 1,167, 24.8 blocks a request."""
     table = load_trace(shared / "traces" / "mooncake" / "conversation_trace.first2of3.jsonl.gz")
     assert len(table) == 7689 and table.report is not None and not table.report.notes
-    assert [table.prompt_tokens.mean(), *np.quantile(table.prompt_tokens, [0.5, 0.99])] == pytest.approx(
-        [12449, 7284, 89976], abs=1
-    )
+    assert [table.prompt_tokens.mean(), *np.quantile(table.prompt_tokens, [0.5, 0.99])] == pytest.approx([12449, 7284, 89976], abs=1)
     assert table.prefix_ids.size / len(table) == pytest.approx(24.8, abs=0.05)
     assert np.array_equal(np.diff(table.prefix_offsets), -(-table.prompt_tokens // 512))
 

@@ -107,9 +107,7 @@ def test_spread_ticks_leave_counts_and_rows_alone():
 @pytest.mark.parametrize("kind", TWINS)
 def test_rate_scale_and_duration(kind: str):
     """Twice the rate gives about twice the requests in the same hours, none beyond the end."""
-    slow, fast = (
-        sum(len(synthesize(kind, 3600.0, scale, np.random.default_rng([9, seed]))) for seed in range(4)) for scale in (1.0, 2.0)
-    )
+    slow, fast = (sum(len(synthesize(kind, 3600.0, scale, np.random.default_rng([9, seed]))) for seed in range(4)) for scale in (1.0, 2.0))
     assert fast / slow == pytest.approx(2.0, rel=0.25)
     short = synthesize(kind, 45.0, rng=np.random.default_rng(2))
     assert len(short) == 0 or short.arrival_s[-1] < 45.0

@@ -22,9 +22,10 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def model_cache(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """Converted models are kept between test runs, beside pytest's own cache."""
-    folder = Path(request.config.cache.mkdir("ballast-models"))
+def model_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Converted models are kept between test runs, beside pytest's own cache (where that is not switched off)."""
+    cache = getattr(request.config, "cache", None)
+    folder = Path(cache.mkdir("ballast-models")) if cache is not None else tmp_path_factory.mktemp("ballast-models")
     before = os.environ.get("BALLAST_CACHE")
     os.environ["BALLAST_CACHE"] = str(folder)
     yield folder

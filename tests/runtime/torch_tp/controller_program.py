@@ -1,4 +1,4 @@
-"""A controller in a process of its own, for tests that end it: `python -m tests.runtime.torch_tp.controller_program MODEL RANKS nursery|plain`.
+"""A controller in its own process, for tests that end it: `python -m tests.runtime.torch_tp.controller_program MODEL RANKS nursery|plain`.
 
 Prints a line per phase: `loading`, `idle`, `serving`.
 """

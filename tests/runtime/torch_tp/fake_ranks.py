@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,9 +81,11 @@ def run_ranks(size: int, work: Callable[[ThreadCommunicator], T]) -> Sequence[T]
 class Ranks:
     """All ranks of one model, driven as one: every call runs on each rank at once."""
 
-    def __init__(self, checkpoint: Checkpoint, size: int, tokens_max: int = 2048) -> None:
+    def __init__(self, checkpoint: Checkpoint, size: int, tokens_max: int = 2048, **how: Any) -> None:
+        """how: device and dtype, as `TpModel` takes them."""
         self.size = size
-        self.models = [TpModel(checkpoint, SerialCommunicator(), rank=rank, kv_tokens_max=tokens_max, slots_max=16) for rank in range(size)]
+        room = {"kv_tokens_max": tokens_max, "slots_max": 16}
+        self.models = [TpModel(checkpoint, SerialCommunicator(), rank=rank, **room, **how) for rank in range(size)]
 
     def use_plan(self, plan: LayerPlans) -> None:
         for model in self.models:

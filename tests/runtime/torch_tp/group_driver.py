@@ -94,5 +94,7 @@ class Driver:
             self._slide = None
 
 
-def generate(supervisor: Supervisor, before_step: Callable[[Driver], None] = lambda driver: None, **options: object) -> Run:
-    return Driver(supervisor, before_step).generate(**options)  # type: ignore[arg-type]
+def generate(
+    supervisor: Supervisor, before_step: Callable[[Driver], None] = lambda driver: None, *, decode_steps_max: int = 1, **options: object
+) -> Run:
+    return Driver(supervisor, before_step, decode_steps_max).generate(**options)  # type: ignore[arg-type]

@@ -49,8 +49,8 @@ def written(model: PreTrainedModel, folder: Path, **how: Any) -> Path:
     return folder
 
 
-def loaded(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 @torch.inference_mode()

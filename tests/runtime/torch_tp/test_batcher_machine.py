@@ -15,7 +15,6 @@ from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent
 from runtime.torch_tp.steps import StepResult
 from tests.runtime.torch_tp.toy_ranks import EOS, VOCABULARY, ToyRanks, expected_answer
 
-
 TEXTS = [[(7 * i * k + i) % 40 for i in range(60)] for k in range(1, 4)]
 prompts = st.builds(
     lambda text, length, end: tuple(TEXTS[text][:length] + end),

@@ -122,6 +122,18 @@ def streams_tokens(answer, expected):
     return (expected[0], *answer.tokens)
 
 
+def test_a_group_lost_whole_is_started_anew_and_goes_on(engine):
+    expected = engine.submit(ask(engine, "calm", ignore_eos=True, max_tokens=100)).result(60.0).tokens
+    stream = engine.submit(ask(engine, "struck", ignore_eos=True, max_tokens=100))
+    first = next(stream)
+    for worker in engine.supervisor.members:
+        engine.signal_rank(worker, signal.SIGKILL)
+    answer = stream.result(60.0)
+    assert (first.token, *answer.tokens) == expected
+    assert answer.finish_reason == "length" and answer.report.recoveries >= 1
+    until(lambda: engine.supervisor.members == (0, 1))
+
+
 def test_without_any_rank_left_requests_end_with_an_error(dreams, nursery):
     settings = EngineSettings(kv_tokens_max=512, slots_max=4, revives=False, with_text=False)
     with Engine.start(dreams, [RankSettings()], settings, nursery=nursery) as engine:

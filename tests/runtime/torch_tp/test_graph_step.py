@@ -9,6 +9,7 @@ from small_models import oracle_logits, random_ids, small_model, written
 
 from envs.decision.layer_cuts import layer_plans
 from runtime.torch_tp.checkpoint import open_checkpoint
+from runtime.torch_tp.elementwise import TorchElementwise
 from runtime.torch_tp.graph_step import ROWS_MAX, GraphStep, direct
 from runtime.torch_tp.kv_pages import PagedKv
 from runtime.torch_tp.model import Slice, TpModel
@@ -33,7 +34,7 @@ def paged(model: TpModel, counted: list[int]) -> TpModel:
 
     model.kv = PagedKv(model.config, tokens_max=400, slots_max=8, device=model.device, dtype=model.dtype)
     model._row_steps = []
-    model._torch_steps = [TorchStep(model.config, model._weights, model.kv, model._shares) for _ in range(2)]
+    model._torch_steps = [TorchStep(model.config, model._weights, model.kv, model._shares, TorchElementwise()) for _ in range(2)]
     model._graph_steps = [GraphStep(model.config, model._weights, model.kv, model._shares, record) for _ in range(2)]
     return model
 

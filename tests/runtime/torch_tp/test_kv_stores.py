@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.torch_tp import kv_slots
 from runtime.torch_tp.config import config_of
 from runtime.torch_tp.kv_pages import PAGE_TOKENS, PagedKv
 from runtime.torch_tp.kv_slots import SlotKv
@@ -171,6 +172,19 @@ def test_attention_equals_the_formula(kv):
     assert [kv.length(slot) for slot in range(3)] == [6, PAGE_TOKENS + 3, 2]
     held = kv.export(2, 1, Interval(2, 4), 0, 2)
     assert torch.equal(held, torch.stack([key[4:, 1:], value[4:, 1:]]).transpose(1, 2))
+
+
+@pytest.mark.parametrize("start", [0, 1, 200])
+def test_blocks_of_attention_equal_torch(start, monkeypatch):
+    """A chunk longer than a block, and blocks cut small by the bound on scores, against one masked call in torch."""
+    monkeypatch.setattr(kv_slots, "BLOCK_TOKENS", 32)
+    query, keys, values = numbers(70, 2, 3, 8), numbers(2, start + 70, 8, seed=1), numbers(2, start + 70, 8, seed=2)
+    for scores_max in (2**20, 2000):
+        monkeypatch.setattr(kv_slots, "SCORES_MAX", scores_max)
+        blocks, whole = torch.empty_like(query), torch.empty_like(query)
+        kv_slots.attend_in_blocks(query, keys, values, start, blocks)
+        kv_slots.attend_by_torch(query, keys, values, start, whole)
+        torch.testing.assert_close(blocks, whole, atol=1e-5, rtol=0)
 
 
 def test_growth_keeps_what_is_held(kv):

@@ -112,3 +112,18 @@ def test_sharded_checkpoint_equals_whole(tmp_path):
     ranks.use_plan(layer_plans(ranks.models[0].config.to_spec(), [1.0, 1.0], mlp_block=4, version=1))
     ranks.allocate(0, 1, 32)
     torch.testing.assert_close(ranks.logits_of(0, 1, ids, []), oracle_logits(model, ids), atol=TOLERANCE, rtol=0)
+
+
+def test_half_precision_on_a_cpu_is_torch_throughout(tmp_path):
+    """bfloat16 asked for: no kernel and no float32 copy; as near to the float32 model as transformers' own bfloat16 is."""
+    folder = written(small_model("qwen3", head_dim=16).to(torch.bfloat16), tmp_path)
+    checkpoint, exact = open_checkpoint(folder), loaded(folder)
+    ids = random_ids(20, DEFAULTS["vocab_size"])
+    expected = oracle_logits(exact, ids)
+    own_error = (oracle_logits(loaded(folder, torch.bfloat16), ids).float() - expected).abs().max()
+    ranks = Ranks(checkpoint, 2, dtype=torch.bfloat16)
+    ranks.use_plan(layer_plans(checkpoint.config.to_spec(), [1.0, 2.0], mlp_block=4, version=1))
+    ranks.allocate(0, 1, 32)
+    got = ranks.logits_of(0, 1, ids, [11, 1, 1])
+    assert got.dtype == torch.float32
+    assert (got - expected).abs().max() < 3 * own_error

@@ -280,7 +280,11 @@ SMOLLM2_PLANS = ([1.0], [7.5, 1.5], [4.0, 3.0, 2.0], [1.0, 1.0, 1.0, 1.0])
 
 
 def test_smollm2(smollm2):
-    """The demonstration model, real prompt: 9 query heads on 3 KV heads over 1 to 4 ranks, per-layer cuts among them."""
+    """The demonstration model, real prompt: 9 query heads on 3 KV heads over 1 to 4 ranks, per-layer cuts among them.
+
+    What is sampled from is within 1e-4 of transformers. Over all positions the bound is wider: there transformers' own float32 is up
+    to 0.9e-4 from float64 (the first token's activations are a hundred times those of others), and the two errors may add.
+    """
     from runtime.torch_tp.tokenizer import load_tokenizer
 
     checkpoint, model = open_checkpoint(smollm2), loaded(smollm2)
@@ -292,7 +296,8 @@ def test_smollm2(smollm2):
         ranks.use_plan(layer_plans(checkpoint.config.to_spec(), shares, version=1))
         ranks.allocate(0, 1, 96)
         got = ranks.logits_of(0, 1, ids, [len(ids) - 4, 1, 1])
-        torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(got[-1], expected[-1], atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(got, expected, atol=1.8e-4, rtol=0)
         first = int(got[-1].argmax())
         assert [first, *ranks.greedy(0, 1, [first], len(tokens) - 1, start=len(ids))] == tokens, shares
 

@@ -29,7 +29,7 @@ PLAN = LayerPlans(3, (SplitPlan((2, 0, 1), (3, 1, 0), (5, 5, 0), mlp_block=4, ve
 RECORD = SlotRecord(NewSlot(1, "größe", 3, 64, 2**62, SamplingSettings(temperature=1.0), prompt=(1, 2), logprobs=0), 17)
 BODIES = [
     Hello(1, "secret", 2, 4711, "node-a"),
-    Configuration((0, 2, 5), ((0, 2), (5,)), "auto", "10.0.0.1", 4000, ("a", "b"), 30.0, (PLAN,), True, (5,), (RECORD,)),
+    Configuration((0, 2, 5), ((0, 2), (5,)), "auto", "10.0.0.1", 4000, ("a", "b"), 30.0, (PLAN,), True, joined=(5,), slots=(RECORD,)),
     PrepareOrder(PLAN, (1, 2), 3),
     PrepareOrder(None),
     Prepared((1,), 0, 12345, 0.25),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -251,3 +252,42 @@ def test_controller_modules_load_no_torch():
     project = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "freeze"])
+def test_with_buddies_a_loss_costs_no_second_prefill(dreams, nursery, undisturbed, number):
+    """The neighbour goes on with the KV it kept; the step that was cut short is repeated and no caller notices."""
+    settings = replace(SETTINGS, buddy_kv=True)
+    with Supervisor(dreams, [RankSettings(), RankSettings(speed=0.5), RankSettings(speed=0.7)], settings, nursery=nursery) as supervisor:
+        supervisor.start()
+        victims = [1, 0]
+
+        def before_step(driver: Driver) -> None:
+            if driver.run.steps in (10, 30) and len(victims) > (driver.run.steps == 10):
+                strike(victims.pop(0), number)(driver)
+
+        run = generate(supervisor, before_step, sampling=SAMPLED)
+        assert run.tokens == undisturbed[1].tokens
+        assert supervisor.members == (2,)
+        kept, lost = supervisor.changes[1:]
+        assert kept.keeps_kv and not lost.keeps_kv  # whose copies were with the first one lost
+        assert len(run.rebuilt) == 1
+
+
+def test_with_buddies_slots_move_and_are_still_kept(dreams, nursery, undisturbed):
+    """Slots that followed a slide lie with their new buddies: a loss after it costs nothing either."""
+    settings = replace(SETTINGS, buddy_kv=True)
+    acts = [(3, lambda driver: driver.slide((1.0, 1.0, 2.0))), (8, lambda driver: driver.slide((2.0, 1.0, 1.0)))]
+
+    def before_step(driver: Driver) -> None:
+        if acts and driver.run.steps >= acts[0][0] and not driver.is_sliding:
+            acts.pop(0)[1](driver)
+        elif not acts and not driver.is_sliding and len(driver.supervisor.members) == 3:
+            strike(1, signal.SIGKILL)(driver)
+
+    with Supervisor(dreams, [RankSettings()] * 3, settings, nursery=nursery) as supervisor:
+        supervisor.start()
+        run = generate(supervisor, before_step, decode_steps_max=1)
+        assert run.tokens == undisturbed[0].tokens
+        assert supervisor.members == (0, 2) and supervisor.changes[-1].keeps_kv
+        assert not run.rebuilt and len(run.moved) == 4
