@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from runtime.torch_tp.nursery import Nursery
 from runtime.torch_tp.orders import Prepared, PrepareOrder, Switched, SwitchOrder
 from runtime.torch_tp.requests import GenerationRequest
 from runtime.torch_tp.steps import StepCommand, StepResult
-from runtime.torch_tp.supervisor import RankSettings, Supervisor, SupervisorSettings
+from runtime.torch_tp.supervisor import GroupChange, RankSettings, Supervisor, SupervisorSettings
 
 ANSWER_DEADLINE_S = 300.0
 _request_numbers = itertools.count()
@@ -85,24 +85,29 @@ class RecordingSupervisor(Supervisor):
 class RecordedEngine(Engine):
     """What `Engine.start` gives, over a RecordingSupervisor and without text."""
 
-    recorder: RecordingSupervisor
+    @property
+    def recorder(self) -> RecordingSupervisor:
+        assert isinstance(self.supervisor, RecordingSupervisor)
+        return self.supervisor
 
     @classmethod
     def begin(cls, model: str, ranks: Sequence[RankSettings], *, kv_tokens_max: int = 4096, slots_max: int = 16) -> RecordedEngine:
         folder = model_folder(model)
+        settings = EngineSettings(kv_tokens_max=kv_tokens_max, slots_max=slots_max, with_text=False)
         nursery = Nursery()
         nursery.start()
-        recorder = RecordingSupervisor(folder, ranks, SupervisorSettings(kv_tokens_max, slots_max), nursery=nursery)
-        recorder.keep_records()
+
+        def make_supervisor(note: Callable[[GroupChange], None]) -> RecordingSupervisor:
+            limits = SupervisorSettings(kv_tokens_max=kv_tokens_max, slots_max=slots_max)
+            recorder = RecordingSupervisor(folder, ranks, limits, nursery=nursery, on_change=note)
+            recorder.keep_records()
+            return recorder
+
         try:
-            recorder.start()
+            return cls(make_supervisor, read_config(folder), None, settings, nursery)
         except BaseException:
             nursery.close()
             raise
-        settings = EngineSettings(kv_tokens_max=kv_tokens_max, slots_max=slots_max, with_text=False)
-        engine = cls(recorder, read_config(folder), None, settings, nursery)
-        engine.recorder = recorder
-        return engine
 
     def answer_all(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[Answer], list[StepRecord]]:
         """Greedy answers of exactly `tokens` tokens to prompts that are submitted together, and the steps that it took."""

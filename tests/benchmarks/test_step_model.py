@@ -32,7 +32,7 @@ def test_exact_shares_end_together_or_leave_the_slow_rank_idle():
     # vocabulary: 8 x 1 s for nothing at all is worse than 2 (1 + 1) for everything
     slow = model(1.0, 0.0, (2.0, 8.0))
     assert slow.exact_shares()[:, 2] == pytest.approx([1.0, 0.0])
-    assert slow.pass_s(slow.exact_shares()) == pytest.approx(2 * (1 + 3) + 2 * (1 + 6) + 2 * (1 + 1))
+    assert slow.pass_s(slow.exact_shares()) == pytest.approx(2 * (1 + 3) + 2 * (1 + 6 * 0.9) + 2 * (1 + 1))
 
 
 def test_what_no_cut_changes_lowers_the_gain():
