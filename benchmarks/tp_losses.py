@@ -40,7 +40,7 @@ def measure(settings: BenchSettings) -> list[Bar]:
 def _strike(engine: RecordedEngine, worker: int, what: signal.Signals) -> float:
     """Hurt a rank while requests decode; returns when the rank is back in the group."""
     recorder = engine.recorder
-    changes, begun = len(recorder.changes), len(recorder.records)
+    epoch, begun = recorder.epoch, len(recorder.records)
     prompts = prompts_of(BATCH, PROMPT_TOKENS, engine.config.vocabulary)
     streams = [engine.submit(request) for request in requests_for(prompts, ANSWER_TOKENS)]
     for stream in streams:
@@ -48,8 +48,8 @@ def _strike(engine: RecordedEngine, worker: int, what: signal.Signals) -> float:
             pass
     struck_s = time.monotonic()
     engine.signal_rank(worker, what)
-    _until(lambda: len(recorder.changes) > changes, "the group to be rebuilt")
-    rebuilt_s = recorder.changes[changes].rebuilt_s
+    _until(lambda: recorder.changes[-1].epoch > epoch, "the group to be rebuilt")
+    rebuilt_s = next(change.rebuilt_s for change in recorder.changes if change.epoch > epoch)
 
     def since() -> list[StepRecord]:
         return [record for record in recorder.records[begun:] if record.result.began_s >= rebuilt_s]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from envs.domain.plans import LayerPlans
+from envs.domain.requests import CLASS_INDEX
 from envs.domain.snapshot import FloatArray
 from runtime.torch_tp.answer_stream import Answer
 from runtime.torch_tp.config import read_config
@@ -85,29 +86,29 @@ class RecordingSupervisor(Supervisor):
 class RecordedEngine(Engine):
     """What `Engine.start` gives, over a RecordingSupervisor and without text."""
 
-    recorder: RecordingSupervisor
+    @property
+    def recorder(self) -> RecordingSupervisor:
+        assert isinstance(self.supervisor, RecordingSupervisor)
+        return self.supervisor
 
     @classmethod
     def begin(cls, model: str, ranks: Sequence[RankSettings], *, kv_tokens_max: int = 4096, slots_max: int = 16) -> RecordedEngine:
         folder = model_folder(model)
+        settings = EngineSettings(kv_tokens_max=kv_tokens_max, slots_max=slots_max, with_text=False)
         nursery = Nursery()
         nursery.start()
-        limits = SupervisorSettings(kv_tokens_max, slots_max)
 
-        def make_supervisor(note: Callable[[GroupChange], None]) -> Supervisor:
-            made = RecordingSupervisor(folder, ranks, limits, nursery=nursery, on_change=note)
-            made.keep_records()
-            return made
+        def make_supervisor(note: Callable[[GroupChange], None]) -> RecordingSupervisor:
+            limits = SupervisorSettings(kv_tokens_max=kv_tokens_max, slots_max=slots_max)
+            recorder = RecordingSupervisor(folder, ranks, limits, nursery=nursery, on_change=note)
+            recorder.keep_records()
+            return recorder
 
-        settings = EngineSettings(kv_tokens_max=kv_tokens_max, slots_max=slots_max, with_text=False)
         try:
-            engine = cls(make_supervisor, read_config(folder), None, settings, nursery)
+            return cls(make_supervisor, read_config(folder), None, settings, nursery)
         except BaseException:
             nursery.close()
             raise
-        assert isinstance(engine.supervisor, RecordingSupervisor)
-        engine.recorder = engine.supervisor
-        return engine
 
     def answer_all(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[Answer], list[StepRecord]]:
         """Greedy answers of exactly `tokens` tokens to prompts that are submitted together, and the steps that it took."""
@@ -121,11 +122,21 @@ class RecordedEngine(Engine):
 
 
 def requests_for(prompts: Sequence[Sequence[int]], tokens: int) -> list[GenerationRequest]:
-    return [GenerationRequest(f"bench-{next(_request_numbers)}", tuple(ids), tokens, ignore_eos=True) for ids in prompts]
+    """Of the class whose limits are loosest, so that the batch fills at once and throughput counts."""
+    return [
+        GenerationRequest(f"bench-{next(_request_numbers)}", tuple(ids), tokens, class_index=CLASS_INDEX["batch"], ignore_eos=True)
+        for ids in prompts
+    ]
 
 
-def decode_tokens_per_s(records: Sequence[StepRecord]) -> float:
-    """Rate from the moment when every request has its first token to the last token, whatever lies between steps included."""
-    last_prompt = max(index for index, record in enumerate(records) if not record.is_decode)
-    decoding = records[last_prompt + 1 :]
-    return sum(record.tokens for record in decoding) / (decoding[-1].result.ended_s - records[last_prompt].result.ended_s)
+def decode_tokens_per_s(records: Sequence[StepRecord], batch: int) -> float:
+    """Rate of the steps in which `batch` sequences decode and nothing else happens, whatever lies between these steps included.
+
+    Sequences may be admitted, and therefore end, one after the other; before all are there and once the first has left it is another
+    batch. Raises: ValueError where there was no such step.
+    """
+    full = [index for index, record in enumerate(records) if record.is_decode and len(record.command.slices) == batch]
+    if not full or full[0] == 0:
+        raise ValueError(f"no step decodes {batch} sequences and nothing else; let the answers be longer")
+    run = records[full[0] : full[-1] + 1]
+    return sum(record.tokens for record in run) / (run[-1].result.ended_s - records[full[0] - 1].result.ended_s)

@@ -27,7 +27,7 @@ from runtime.torch_tp.supervisor import RankSettings
 BASE_FACTOR = 2.0
 """How much slower than this host's core the fastest rank is made."""
 
-PAIRS = (((1.0, 0.5), 0.90, 24), ((1.0, 0.25), 0.80, 16))
+PAIRS = (((1.0, 0.5), 0.90, 32), ((1.0, 0.25), 0.80, 24))
 """(speeds, wanted share of the ideal speed-up, tokens of an answer)."""
 
 BATCH, PROMPT_TOKENS = 4, 16
@@ -65,8 +65,9 @@ class StepModel:
         return cls(base_s, width_s, rest_s, slowness)
 
     def pass_s(self, shares: FloatArray) -> float:
-        """shares: (ranks, operations)."""
-        return float((self.factors[:, None] * (self.base_s + self.width_s * shares)).max(axis=0).sum()) + self.rest_s
+        """shares: (ranks, operations). A rank of no width in an operation has nothing to do there."""
+        busy_s = self.factors[:, None] * (self.base_s + self.width_s * shares)
+        return float(np.where(shares > 0, busy_s, 0.0).max(axis=0).sum()) + self.rest_s
 
     def exact_shares(self) -> FloatArray:
         """Widths, in any fraction, at which all ranks with work end at once: the best for each operation."""
@@ -87,7 +88,7 @@ class StepModel:
 
 def run_of(records: Sequence[StepRecord]) -> tuple[FloatArray, FloatArray, float]:
     """What `StepModel.fit` wants to know of a plan, from the decode steps under it."""
-    decoding = [record for record in records if record.is_decode]
+    decoding = [record for record in records if record.is_decode and len(record.command.slices) == BATCH]
     busy_s = np.median([record.busy_s / record.result.passes for record in decoding], axis=0)
     return width_shares(decoding[0].plan), busy_s, statistics.median(record.pass_s for record in decoding)
 
@@ -106,7 +107,7 @@ def _measure_pair(settings: BenchSettings, speeds: tuple[float, ...], wanted: fl
     rates: dict[str, list[float]] = defaultdict(list)
     records: dict[str, list[StepRecord]] = defaultdict(list)
     load = MachineLoad()
-    tokens = settings.scaled(tokens, 6)
+    tokens = settings.scaled(tokens, 16)
     name = " : ".join(f"{speed:g}" for speed in speeds)
     with RecordedEngine.begin(settings.model, ranks) as engine:
         prompts = prompts_of(BATCH, PROMPT_TOKENS, engine.config.vocabulary)
@@ -116,7 +117,7 @@ def _measure_pair(settings: BenchSettings, speeds: tuple[float, ...], wanted: fl
                 engine.set_plan(shares)
                 with load.watched():
                     _, steps = engine.answer_all(prompts, tokens)
-                rates[kind].append(decode_tokens_per_s(steps))
+                rates[kind].append(decode_tokens_per_s(steps, BATCH))
                 records[kind] += steps
             gain = rates["uneven"][-1] / rates["even"][-1]
             print(f"round {number + 1}, speeds {name}: even {rates['even'][-1]:.1f}, uneven {rates['uneven'][-1]:.1f} tokens/s, "
