@@ -621,6 +621,7 @@ class Supervisor:
             plans = self._plans_taken_over(links)
             takes_over = self._keeps_kv = plans is not None
         self.epoch += 1
+        self._blame_at_s = float("inf")  # who failed in the group that is gone says nothing of this one
         self._page.epoch_min = max(self._page.epoch_min, self.epoch)
         if plans is None:
             plans = self._plans_for(links)

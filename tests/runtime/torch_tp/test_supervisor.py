@@ -14,7 +14,10 @@ import pytest
 
 from envs.decision.detection import FailureKind
 from envs.decision.layer_cuts import layer_plans
+from envs.domain.plans import LayerPlans
 from runtime.torch_tp.nursery import Nursery
+from runtime.torch_tp.orders import Failure
+from runtime.torch_tp.protocol import Kind, Message
 from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.steps import SliceCommand, StepCommand
 from runtime.torch_tp.supervisor import GroupGone, GroupRebuilt, RankSettings, Supervisor
@@ -301,6 +304,32 @@ def test_with_buddies_a_loss_costs_no_second_prefill(dreams, nursery, undisturbe
         kept, lost = supervisor.changes[1:]
         assert kept.keeps_kv and not lost.keeps_kv  # whose copies were with the first one lost
         assert len(run.rebuilt) == 1
+
+
+class SlowListener(Supervisor):
+    """Hears what the survivors say of a lost group only when it is about to make the next one."""
+
+    heard = False
+
+    def _regroup(self, plans: tuple[LayerPlans, ...] | None = None) -> None:
+        order = self._rounds.get(Kind.DONE)
+        if len(self.members) == 3 and not self.heard and order is not None:
+            self.heard = True
+            for worker in sorted(order.waiting - {1}):
+                failure = Failure(int(Kind.STEP), True, "all_reduce: the process of rank 1 is dead")
+                self._on_failure(self._links[worker], Message(Kind.FAILED, self.epoch), failure)
+        super()._regroup(plans)
+
+
+def test_complaints_about_a_lost_group_do_not_end_the_next(dreams, nursery, undisturbed):
+    """Once the survivors' words came between the loss and the new group, were held against that one, and cost its KV."""
+    settings = replace(SETTINGS, buddy_kv=True)
+    with SlowListener(dreams, [RankSettings()] * 3, settings, nursery=nursery) as supervisor:
+        supervisor.start()
+        run = generate(supervisor, once_at(10, strike(1, signal.SIGKILL)))
+        assert supervisor.heard and run.tokens == undisturbed[0].tokens
+        assert [change.members for change in supervisor.changes] == [(0, 1, 2), (0, 2)]
+        assert supervisor.changes[-1].keeps_kv and not run.rebuilt
 
 
 def test_with_buddies_slots_move_and_are_still_kept(dreams, nursery, undisturbed):
