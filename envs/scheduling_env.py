@@ -30,7 +30,7 @@ from envs.decision.actions import Decision, DecisionPoint, Scheduler
 from envs.decision.candidate_bounds import too_many_candidates
 from envs.decision.objective import PERCENTILES, summary, value_of
 from envs.decision.observation import BOUND, CONTEXT, FEATURES, encode
-from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, RequestOutcome
+from envs.domain.requests import SERVICE_CLASSES, Ended, OutcomeKind, RequestOutcome
 from envs.scenario.cluster_spec import ClusterSpec
 
 WorldSource = Callable[[np.random.Generator], WorldSpec]
@@ -153,7 +153,7 @@ class SchedulingEnv(gymnasium.Env[dict[str, np.ndarray], int]):
         total = 0.0
         settings, options = self.settings, self.cluster.options
         for request_id in self.cluster.ended_requests:
-            outcome = self.cluster.outcomes.outcome(request_id)
+            outcome = self.cluster.outcomes.ended_row(request_id)
             worth = value_of(outcome, options.drain_s, options.limit_multiplier, settings.lateness_price)
             total += settings.discount_per_s ** max(0.0, outcome.finish_s - from_s) * (worth - _weight(outcome))
         self.cluster.ended_requests.clear()
@@ -167,7 +167,7 @@ class SchedulingEnv(gymnasium.Env[dict[str, np.ndarray], int]):
         outcomes, options = self.cluster.outcomes, self.cluster.options
         unfinished = np.flatnonzero(outcomes.kind == OutcomeKind.UNFINISHED)
         price = self.settings.lateness_price
-        rows = [outcomes.outcome(int(i)) for i in unfinished]
+        rows = [outcomes.ended_row(int(i)) for i in unfinished]
         return sum(value_of(row, options.drain_s, options.limit_multiplier, price) - _weight(row) for row in rows)
 
     def _observe(self) -> dict[str, np.ndarray]:
@@ -192,7 +192,7 @@ class SchedulingEnv(gymnasium.Env[dict[str, np.ndarray], int]):
         return self.cluster.outcomes.to_outcomes()
 
 
-def _weight(outcome: RequestOutcome) -> float:
+def _weight(outcome: Ended) -> float:
     """What the request would have been worth at best."""
     return SERVICE_CLASSES[outcome.class_index].weight
 

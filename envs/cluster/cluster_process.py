@@ -7,6 +7,7 @@ which arrivals keep file order; a decision is answered before anything else of i
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -122,7 +123,13 @@ class ClusterProcess:
         self._done = False
         self._table_due = TABLE_REFRESH_COMPLETIONS
         self._hits = np.zeros(len(self.groups.groups), np.int64)
-        self._tokens_max = tokens_max(self.trace, world.options.default_output_tokens)
+        trace = self.trace  # columns as plain numbers: reading one from an array costs four times as much
+        self._tokens_max: list[int] = tokens_max(trace, world.options.default_output_tokens).tolist()
+        self._prompt_tokens: list[int] = trace.prompt_tokens.tolist()
+        room_tokens = self.groups.limits.context_tokens - trace.prompt_tokens
+        self._target_tokens: list[int] = np.minimum(trace.output_tokens, room_tokens).tolist()  # the context ends every answer
+        self._class_index: list[int] = trace.class_index.tolist()
+        self._arrival_s: list[float] = trace.arrival_s.tolist()
         faults = world.faults
         if world.fault_rates is not None:
             ranks = [len(group.ranks) for group in self.groups.groups]
@@ -206,7 +213,7 @@ class ClusterProcess:
     def wait_until(self, time_s: float) -> Generator[Any, Any, None]:
         """simpy process: wait until the clock reads `time_s` or the next float; a timeout alone may fall short by rounding."""
         while self.env.now < time_s:
-            yield self.env.timeout(max(time_s - self.env.now, float(np.spacing(self.env.now))))
+            yield self.env.timeout(max(time_s - self.env.now, math.ulp(self.env.now)))
 
     def settle(self) -> None:
         """Bring every group to the present and book what ended meanwhile."""
@@ -269,28 +276,26 @@ class ClusterProcess:
     def _judge_class(self, request_id: int, has_timed_out: bool | None) -> None:
         """Tell the class breaker how a request ended; None: that says nothing of its class (refused, unservable)."""
         lease = self._class_leases.pop(request_id, None)
-        class_index = int(self.trace.class_index[request_id])
+        class_index = self._class_index[request_id]
         if has_timed_out is not None:
-            began_s = float(self.trace.arrival_s[request_id])
-            self.class_breaker.record(class_index, has_timed_out, began_s=began_s, lease=lease)
+            self.class_breaker.record(class_index, has_timed_out, began_s=self._arrival_s[request_id], lease=lease)
         elif lease is not None:
             self.class_breaker.breakers[class_index].release(lease)
 
     # -- processes
 
     def _arrivals(self) -> Generator[Any, Any, None]:
-        trace = self.trace
-        for i, arrival_s in enumerate(trace.arrival_s.tolist()):
+        for i, arrival_s in enumerate(self._arrival_s):
             yield from self.wait_until(arrival_s)
             self._next_arrival = i + 1
             self.retries.start_request()
             self.telemetry.rate_5s.count(self.env.now)
             self.telemetry.rate_60s.count(self.env.now)
-            self.prompts.observe(int(trace.class_index[i]), int(trace.prompt_tokens[i]))
+            self.prompts.observe(self._class_index[i], self._prompt_tokens[i])
             if self._is_unservable(i):
                 self.end_request(i, OutcomeKind.UNSERVABLE, "unservable")
                 continue
-            admission = self.class_breaker.admit(int(trace.class_index[i]))
+            admission = self.class_breaker.admit(self._class_index[i])
             if not admission.is_allowed:
                 self.end_request(i, OutcomeKind.REFUSED, "class_refused")
                 continue
@@ -304,29 +309,25 @@ class ClusterProcess:
 
     def _request(self, i: int, attempts: int = 0) -> Request:
         trace = self.trace
-        blocks = trace.prefix_blocks(i)
+        blocks = tuple(trace.prefix_blocks(i).tolist()) if trace.prefix_ids.size else ()
         return Request(
-            i, float(trace.arrival_s[i]), int(trace.prompt_tokens[i]), int(trace.class_index[i]), trace.session_name(i),
-            tuple(blocks.tolist()) if blocks.size else (), trace.block_tokens if blocks.size else 0, attempts,
+            i, self._arrival_s[i], self._prompt_tokens[i], self._class_index[i], trace.session_name(i),
+            blocks, trace.block_tokens if blocks else 0, attempts,
         )  # fmt: skip
 
     def _is_unservable(self, i: int) -> bool:
         """The door: prompt plus allowed output against the context and the largest pool (K10)."""
         if self._tokens_max[i] > self.groups.limits.context_tokens:
             return True
-        fits = self.fits(i)
-        if fits.all():
+        if self._tokens_max[i] <= self.groups.kv_tokens_min:
             return False
+        fits = self.fits(i)
         has_ranks = np.array([not h.is_gone for h in self.groups.health])  # a parked group may be started, a lost one comes back
         return not fits[has_ranks].any()
 
     def fits(self, i: int) -> BoolArray:
         """Which groups' pools, under the plans in force, hold request `i` with all of its allowed output; shape (groups,)."""
         return self.groups.kv_tokens >= self._tokens_max[i]
-
-    def _target_tokens(self, i: int) -> int:
-        """Length at which the answer to request `i` ends: as recorded, but at the end of the context at the latest."""
-        return min(int(self.trace.output_tokens[i]), self.groups.limits.context_tokens - int(self.trace.prompt_tokens[i]))
 
     def _control(self) -> Generator[Any, Any, None]:
         while True:
@@ -419,7 +420,7 @@ class ClusterProcess:
             key = P.queue_key(request.arrival_s, request.class_index, self.options.head_start_s)
             slot = join(
                 self.state, group_index, now_s, request.request_id, request.class_index, request.prompt_tokens,
-                self._target_tokens(request.request_id), request.arrival_s, key,
+                self._target_tokens[request.request_id], request.arrival_s, key,
                 self._limits[request.class_index, 2],
             )  # fmt: skip
         else:

@@ -159,6 +159,7 @@ class GroupSet:
         self.health = [GroupHealth(len(group.ranks), self.flags[:, g]) for g, group in enumerate(self.groups)]
         self.interference = np.ones(count)
         self.kv_tokens = np.zeros(count, np.int64)  # tokens of KV of an empty group under the plan in force
+        self.kv_tokens_min = 0
         self._set_limits(cluster)
         for g in range(count):
             self.health[g].is_parked = cluster.parked[g]
@@ -237,6 +238,7 @@ class GroupSet:
             self.state.kv_bytes[g] = cap
         slot = int(self.state.group_int[g, L.GI_PLAN])
         self.kv_tokens[g] = int(kv_pool.total_blocks(self.state, g, slot)) * self.limits.kv_block_tokens
+        self.kv_tokens_min = int(self.kv_tokens.min())
 
     def switch_plan(self, g: int, plan: SplitPlan, corner: int) -> None:
         """Make `plan` the one for new requests; residents keep theirs. The caller has moved a third plan's KV and paid."""

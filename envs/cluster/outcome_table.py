@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from envs.domain.requests import LATENCY_PARTS, OutcomeKind, RequestOutcome
+from envs.domain.requests import LATENCY_PARTS, Ended, OutcomeKind, RequestOutcome
 from envs.domain.snapshot import FloatArray, IntArray
 from envs.group_kernel import layout as L
 from envs.group_kernel.queue import copy_row
@@ -118,6 +118,14 @@ class OutcomeTable:
             self.admitted_s[request_id], self.first_token_s[request_id] = floats[L.SF_ADMITTED_S], floats[L.SF_FIRST_S]
             self.output_tokens[request_id] = ints[L.SI_GENERATED]
             self.preemptions[request_id], self.attempts[request_id] = ints[L.SI_PREEMPTIONS], ints[L.SI_ATTEMPTS]
+
+    def ended_row(self, i: int) -> Ended:
+        """What `objective.value_of` reads of row `i`."""
+        trace, ints, floats = self.trace, self._ints, self._floats
+        return Ended(
+            trace.class_index.item(i), ints.item(i, OI_KIND), trace.arrival_s.item(i), floats.item(i, OF_FIRST_TOKEN_S),
+            floats.item(i, OF_FINISH_S), trace.prompt_tokens.item(i), ints.item(i, OI_OUTPUT_TOKENS),
+        )  # fmt: skip
 
     def outcome(self, i: int) -> RequestOutcome:
         """Row `i` as a value."""

@@ -51,6 +51,8 @@ class CallWindow:
         """Forget buckets that are too old; return the slot of `now_s`."""
         size = len(self._calls)
         bucket = int(now_s // self._bucket_s)
+        if bucket == self._newest:
+            return bucket % size
         if bucket - self._newest >= size:
             self.clear()
             self._newest = bucket

@@ -210,20 +210,19 @@ class CircuitBreaker:
         does what began at an unknown time without a lease (unless in shadow, where nobody asks for leases).
         took_s, expected_s: observed and predicted seconds, for the slowness rule; a slow probe has failed. lease: a probe's.
         """
+        now_s = self._now_s()
         is_probe = False
         if lease is not None:
-            is_probe = lease.episode == self.openings and self._leases.get(lease.number, -inf) > self._now_s()
+            is_probe = lease.episode == self.openings and self._leases.get(lease.number, -inf) > now_s
             self.release(lease)
         if outcome is Outcome.NEUTRAL:
             return
-        now_s = self._now_s()
-        state = self._state_at(now_s)
         is_slow = outcome is Outcome.OK and took_s > self.settings.slow_multiple * expected_s
         if outcome is Outcome.OK:
             self._backpressure_repeats = 0
-        if state is State.CLOSED:
+        if self._raw is State.CLOSED:
             self._judge(now_s, outcome, is_slow, reason)
-        elif state is not State.FORCED_OPEN:
+        elif self._raw is not State.FORCED_OPEN:
             is_good = outcome is Outcome.OK and not is_slow
             is_recent = self.is_shadow if began_s is None else began_s >= self.opened_s
             if is_probe and not is_good:

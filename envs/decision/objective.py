@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from envs.domain.requests import LATENCY_PARTS, SERVICE_CLASSES, OutcomeKind, RequestOutcome
+from envs.domain.requests import LATENCY_PARTS, SERVICE_CLASSES, Ended, OutcomeKind, RequestOutcome
 from envs.domain.snapshot import BoolArray, FloatArray, IntArray
 
 LATENESS_PRICE = 1.0
@@ -177,20 +177,21 @@ def values(table: OutcomeColumns, horizon_s: float, multiplier: float = 1.0, pri
     return weight * (is_met - price * np.where(is_met, 0.0, charge))
 
 
-def value_of(outcome: RequestOutcome, horizon_s: float, multiplier: float = 1.0, price: float = LATENESS_PRICE) -> float:
+def value_of(outcome: RequestOutcome | Ended, horizon_s: float, multiplier: float = 1.0, price: float = LATENESS_PRICE) -> float:
     """What one request was worth: the scalar twin of `values`, for the moment it leaves the system."""
     service = SERVICE_CLASSES[outcome.class_index]
     ttft_limit_s = service.ttft_limit_s(outcome.prompt_tokens) * multiplier
     tpot_limit_s = service.tpot_limit_s * multiplier
     unserved = max(horizon_s, 2.0 * ttft_limit_s) / ttft_limit_s - 1.0
-    if outcome.kind is not OutcomeKind.COMPLETED:
+    if outcome.kind != OutcomeKind.COMPLETED:
         return -service.weight * price * unserved
     slack = 1.0 + _LIMIT_SLACK
-    if outcome.ttft_s <= ttft_limit_s * slack and outcome.tpot_s <= tpot_limit_s * slack:
+    ttft_s, decode_s = outcome.first_token_s - outcome.arrival_s, outcome.finish_s - outcome.first_token_s
+    further = outcome.output_tokens - 1
+    if ttft_s <= ttft_limit_s * slack and (further < 1 or decode_s / further <= tpot_limit_s * slack):
         return service.weight
-    wait_late_s = max(0.0, outcome.ttft_s - ttft_limit_s)
-    decode_s = outcome.finish_s - outcome.first_token_s
-    decode_late_s = max(0.0, decode_s - tpot_limit_s * max(0, outcome.output_tokens - 1))
+    wait_late_s = max(0.0, ttft_s - ttft_limit_s)
+    decode_late_s = max(0.0, decode_s - tpot_limit_s * max(0, further))
     return -service.weight * price * min(unserved, (wait_late_s + decode_late_s) / ttft_limit_s)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,18 @@ LATENCY_PARTS: tuple[str, ...] = (
     "return_s",
 )
 """Where a request's time went; the parts add up to `finish_s - arrival_s`."""
+
+
+class Ended(NamedTuple):
+    """The part of a `RequestOutcome` that says what the request was worth; made for every reward."""
+
+    class_index: int
+    kind: int
+    arrival_s: float
+    first_token_s: float
+    finish_s: float
+    prompt_tokens: int
+    output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

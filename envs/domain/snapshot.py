@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,7 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Residents:
+class Residents(NamedTuple):
     """Requests inside groups, group after group: those of group g are rows offset[g] to offset[g + 1].
 
     ints (residents, 6): request id, class index, prompt tokens, tokens generated so far, prompt tokens not yet
@@ -26,9 +25,10 @@ class Residents:
     floats: FloatArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ClusterSnapshot:
+class ClusterSnapshot(NamedTuple):
     """The cluster at `now_s`; arrays have shape (groups,) unless stated. Times in s, sizes in tokens or blocks.
+
+    A named tuple, because one is made for every decision: a frozen data class of so many fields takes five times as long.
 
     is_up: serving; accepts: is_up, not draining, breaker lets traffic pass and the queue has room.
     prefill_backlog_tokens: prompt tokens of waiting and running requests not yet computed.

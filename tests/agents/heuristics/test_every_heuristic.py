@@ -3,7 +3,7 @@ as a set where it should, and is the same when made twice."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def random_view(rng: np.random.Generator) -> ClusterSnapshot:
         step_left_s=rng.uniform(0.0, 0.02, GROUPS),
         prefill_backlog_tokens=rng.integers(0, 4000, GROUPS),
     )
-    return replace(view, waiting=(view.prefill_backlog_tokens > 2000).astype(np.int64))
+    return view._replace(waiting=(view.prefill_backlog_tokens > 2000).astype(np.int64))
 
 
 def random_point(rng: np.random.Generator, allowed: list[bool] | None = None) -> DecisionPoint:
@@ -51,10 +51,10 @@ def permuted(point: DecisionPoint, order: np.ndarray) -> DecisionPoint:
     """The same decision with group order[i] in place i."""
     view = point.view
     columns = {}
-    for field in fields(ClusterSnapshot):
-        value = getattr(view, field.name)
+    for name in ClusterSnapshot._fields:
+        value = getattr(view, name)
         if isinstance(value, np.ndarray):
-            columns[field.name] = value[order]
+            columns[name] = value[order]
     old = view.residents
     rows = np.concatenate([np.arange(old.offset[g], old.offset[g + 1]) for g in order]).astype(np.int64)
     offset = np.concatenate([[0], np.cumsum(np.diff(old.offset)[order])])
@@ -63,7 +63,7 @@ def permuted(point: DecisionPoint, order: np.ndarray) -> DecisionPoint:
     per_group = ("rank_cost", "group_cost", "plan", "chunk_tokens", "residual", "slow")
     moved = replace(tables, baseline=tables.baseline[:, order], **{name: getattr(tables, name)[order] for name in per_group})
     mask = route_mask(point.allowed_groups[order], view.hold_queue, view.hold_queue_limit, True)
-    return DecisionPoint("route", replace(view, **columns), point.commands, mask, moved, point.request, point.hits[order])
+    return DecisionPoint("route", view._replace(**columns), point.commands, mask, moved, point.request, point.hits[order])
 
 
 @pytest.mark.fault("K02")
@@ -123,7 +123,7 @@ def test_same_seed_same_choices(name):
 def test_router_leaves_the_question_as_it_was(name):
     """A heuristic that writes into the snapshot would corrupt the next one's view of the same instant."""
     point = random_point(np.random.default_rng(6), [True] * GROUPS)
-    before = {f.name: np.array(getattr(point.view, f.name)) for f in fields(ClusterSnapshot) if f.name != "residents"}
+    before = {name: np.array(getattr(point.view, name)) for name in ClusterSnapshot._fields if name != "residents"}
     mask = point.mask.copy()
     make(name).choose(point)
     assert all(np.array_equal(before[column], getattr(point.view, column)) for column in before)

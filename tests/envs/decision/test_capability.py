@@ -143,7 +143,7 @@ def test_the_compiled_profile_is_the_plain_one():
 
     rng = np.random.default_rng(1)
     groups = 6
-    columns = dict.fromkeys(ClusterSnapshot.__dataclass_fields__)
+    columns = dict.fromkeys(ClusterSnapshot._fields)
     columns |= {
         "is_up": np.ones(groups, bool),
         "static_profile": rng.normal(size=(groups, 5)),

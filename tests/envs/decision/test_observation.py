@@ -101,7 +101,7 @@ def test_an_earlier_snapshot_does_not_change_afterwards():
     while (point := process.next_decision()) is not None:
         if len(kept) < 60:
             view = point.view
-            names = [name for name in type(view).__dataclass_fields__ if isinstance(getattr(view, name), np.ndarray)]
+            names = [name for name in view._fields if isinstance(getattr(view, name), np.ndarray)]
             kept.append((view, {name: getattr(view, name).copy() for name in names}))
         process.apply(point, anybody.choose(point))
     for view, before in kept:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -49,8 +47,7 @@ sizes = st.integers(0, 200_000)
 )
 def test_estimates_are_finite_for_any_load(busy, prompt, class_index, backlog, kv, waiting, free, correction, pause_s):
     groups = busy.view.groups
-    view = replace(
-        busy.view,
+    view = busy.view._replace(
         prefill_backlog_tokens=np.full(groups, backlog),
         decode_kv_tokens=np.full(groups, kv),
         waiting=np.full(groups, waiting),
@@ -72,7 +69,7 @@ def test_more_of_anything_makes_the_first_token_later(busy, backlog, more, promp
 
     def ttft(**changes):
         changed = {name: np.full(groups, value) for name, value in changes.items() if name not in ("prompt", "hits")}
-        view = replace(busy.view, **({"prefill_backlog_tokens": np.full(groups, backlog)} | changed))
+        view = busy.view._replace(**({"prefill_backlog_tokens": np.full(groups, backlog)} | changed))
         return estimate(busy, view, changes.get("prompt", prompt), hits=changes.get("hits", 0))[:, P.E_TTFT_S]
 
     base = ttft()
