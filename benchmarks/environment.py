@@ -24,7 +24,7 @@ def measure(seed: int, is_random: bool, steps: int) -> float:
     for _ in range(steps):
         legal = np.flatnonzero(env.action_masks())
         routes = legal[:-1] if len(legal) > 1 else legal  # the last legal one is refuse
-        _, _, terminated, truncated, _ = env.step(int(rng.choice(routes)) if is_random else int(routes[0]))
+        _, _, terminated, truncated, _ = env.step(int(routes[rng.integers(len(routes))]) if is_random else int(routes[0]))
         if terminated or truncated:
             env.reset()
     return steps / (time.process_time() - begin)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from envs.cluster.group_set import DRAINING, GroupSet
+from envs.cluster.group_set import DETECTED_DOWN, DRAINING, PARKED, GroupSet
 from envs.cluster.rank_telemetry import OPERATIONS, RankTelemetry
 from envs.cluster.report_delay import DelayedReports
 from envs.decision import capability
@@ -16,6 +16,7 @@ from envs.domain.plans import TpGroup
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray, Residents
 from envs.domain.specs import LinkSpec
 from envs.group_kernel import reading as R
+from envs.perf_model.compiled import kernel
 
 REFERENCE_BATCH = 16
 REFERENCE_CONTEXT = 1024
@@ -35,6 +36,15 @@ class ArrivalRate:
 
     def per_s(self, now_s: float) -> float:
         return self._weight * math.exp((self._last_s - now_s) / self._time_constant_s) / self._time_constant_s
+
+
+@kernel
+def _availability(is_parked, is_down, draining, breaker_allows, waiting, queue_limit, is_up, is_draining, accepts):
+    """Three columns of the snapshot, written into the last three arguments."""
+    for g in range(is_up.shape[0]):
+        is_up[g] = not (is_parked[g] or is_down[g])
+        is_draining[g] = draining[g]
+        accepts[g] = is_up[g] and not draining[g] and breaker_allows[g] and waiting[g] < queue_limit[g]
 
 
 @lru_cache(maxsize=1024)
@@ -142,13 +152,15 @@ class Telemetry:
         report_age_s = self._report_age_s
         if self._delayed is not None:
             report_age_s = np.full(len(offset) - 1, self._delayed.apply(now_s, ints, floats, offset, resident_ints, resident_floats))
-        is_up = groups.is_up()
-        is_draining = groups.flags[DRAINING].copy()
-        waiting = ints[R.R_WAITING]
+        waiting, flags = ints[R.R_WAITING], groups.flags
+        is_up, is_draining, accepts = np.empty_like(breaker_allows), np.empty_like(breaker_allows), np.empty_like(breaker_allows)
+        _availability(
+            flags[PARKED], flags[DETECTED_DOWN], flags[DRAINING], breaker_allows, waiting, self._queue_limit, is_up, is_draining, accepts
+        )
         return ClusterSnapshot(
             now_s=now_s,
             is_up=is_up,
-            accepts=is_up & ~is_draining & breaker_allows & (waiting < groups.limits.queue_limit),
+            accepts=accepts,
             is_draining=is_draining,
             running=ints[R.R_RUNNING],
             waiting=waiting,
