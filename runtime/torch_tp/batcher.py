@@ -313,18 +313,6 @@ class Batcher:
             if version is None or self._slot_versions[slot] == version:
                 self._evict(slot)
 
-    def resize_pool(self, kv_tokens_max: int, now_s: float) -> None:
-        """The ranks can hold more or less KV than before. Requests that no longer fit at all end with an error that says so."""
-        self.settings = replace(self.settings, kv_tokens_max=kv_tokens_max)
-        for resident in list(self._residents.values()):
-            if resident.request.tokens_needed > kv_tokens_max:
-                detail = f"{resident.request.tokens_needed} tokens no longer fit the KV pool of {kv_tokens_max}"
-                self._end(resident, "error", now_s, detail=detail)
-        self._ledger.resize(kv_tokens_max)
-        while self._ledger.tokens_free < 0:
-            if not self._evict_oldest(frozenset()):
-                self._preempt(max(self._running.values(), key=lambda s: s.key), now_s)
-
     # --- views --------------------------------------------------------------------------------------------------------------
 
     @property
@@ -495,14 +483,8 @@ class Batcher:
         if not self._ledger.could_fit(tokens, needs_slot, pinned):
             return False
         while not self._ledger.fits(tokens, needs_slot):
-            self._evict_oldest(pinned)
+            self._evict(next(slot for slot in self._ledger.retained if slot not in pinned))
         return True
-
-    def _evict_oldest(self, pinned: frozenset[int]) -> bool:
-        slot = next((slot for slot in self._ledger.retained if slot not in pinned), None)
-        if slot is not None:
-            self._evict(slot)
-        return slot is not None
 
     def _evict(self, slot: int) -> None:
         """Free a slot here and, with the next command, at the ranks."""

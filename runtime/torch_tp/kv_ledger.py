@@ -81,11 +81,6 @@ class KvLedger:
         self.tokens_free += held.pop(slot)
         self._free.append(slot)
 
-    def resize(self, tokens_max: int) -> None:
-        """The pool got smaller or larger; tokens_free is negative until enough has been released."""
-        self.tokens_free += tokens_max - self.tokens_max
-        self.tokens_max = tokens_max
-
     def check(self) -> None:
         """Raise AssertionError unless slots and tokens are conserved."""
         slots = [*self._free, *self._running, *self._retained]

@@ -132,7 +132,7 @@ class StepOrder:
 class StepDone:
     """tokens: `steps.tokens_to_wire`, from the lowest rank only. The four times sum up to the step's; memory_stall_s: waiting for
     memory, by the model's estimate, and time off the core (pages that had to be fetched, a core that was taken). busy_s: by
-    `profiler.OPERATIONS`, stalls included. emulated_s: part of compute_s and stalls that was slept, to play a slower device."""
+    `profiler.OPERATIONS`, stalls included."""
 
     tokens: list[object]
     compute_s: float
@@ -140,7 +140,6 @@ class StepDone:
     communication_s: float
     host_s: float
     busy_s: tuple[float, ...]
-    emulated_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -373,7 +373,7 @@ class StepRunner:
 
     def step(self, order: StepOrder) -> StepDone:
         """Carry out a step command, in the order that `steps` states."""
-        began_s, slept_s = time.perf_counter(), self._slow_down.slept_s
+        began_s = time.perf_counter()
         command = StepCommand.from_wire(order.command)
         self._change_slots(command)
         clock = StepClock(self._slow_down, self._order.device == "cpu")
@@ -397,7 +397,7 @@ class StepRunner:
         host_s = max(time.perf_counter() - began_s - clock.compute_s - clock.stall_s - clock.communication_s, 0.0)
         return StepDone(
             tokens_to_wire(tokens), clock.compute_s - starved_s, clock.stall_s + starved_s, clock.communication_s, host_s,
-            tuple(clock.busy_s), self._slow_down.slept_s - slept_s,
+            tuple(clock.busy_s),
         )  # fmt: skip
 
     def _change_slots(self, command: StepCommand) -> None:

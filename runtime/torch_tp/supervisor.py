@@ -37,6 +37,7 @@ from runtime.torch_tp.group_values import (
     RankSettings,
     SupervisorSettings,
 )
+from runtime.torch_tp.link_cost import PROBE_REPEATS, PROBE_SIZES_BYTES, LinkCost
 from runtime.torch_tp.liveness import Phase, ProgressPage, Reading, Slot, Watch, is_suspect, laggards, process_state
 from runtime.torch_tp.nursery import Nursery, NurseryGone
 from runtime.torch_tp.orders import (
@@ -55,7 +56,7 @@ from runtime.torch_tp.orders import (
     Switched,
     SwitchOrder,
 )
-from runtime.torch_tp.overlap import PROBE_REPEATS, PROBE_SIZES_BYTES, LinkCost, pays_in_halves
+from runtime.torch_tp.overlap import pays_in_halves
 from runtime.torch_tp.profiler import RankProfile, StepForecast, balanced_cuts, step_ratio, width_shares, work_units
 from runtime.torch_tp.protocol import PROTOCOL_VERSION, Kind, Message, ProtocolError, tokens_match, unpack
 from runtime.torch_tp.rendezvous import RendezvousProcess
@@ -149,7 +150,6 @@ class Supervisor:
         self._predicted_step_s = 0.0
         self._forecast = StepForecast()
         self.profile = RankProfile([rank.speed for rank in ranks])
-        self.emulated_s = 0.0
         self.last_done: dict[int, StepDone] = {}
         self._records = SlotRecords()
         self._rounds: dict[Kind, _Round] = {}
@@ -184,7 +184,8 @@ class Supervisor:
             self._thread.start()
             change = self._started.result(self.settings.start_deadline_s + self.settings.configure_deadline_s)
             if self.settings.overlap == "auto" and len(set(self.nodes())) > 1:
-                self._link_cost = LinkCost.fit(self.profile_all_reduce(PROBE_SIZES_BYTES, PROBE_REPEATS))
+                times_s = [median_s for _, median_s, _ in self.profile_all_reduce(PROBE_SIZES_BYTES, PROBE_REPEATS)]
+                self._link_cost = LinkCost.fit(PROBE_SIZES_BYTES, times_s)
             return change
         except (NurseryGone, TimeoutError) as error:
             self.close()
@@ -870,7 +871,6 @@ class Supervisor:
             units = work_units(self.plans, command, result.passes)
             self.profile.observe(self.members, units, {worker: done.busy_s for worker, done in answers.items()}, now)
         self.last_done = answers
-        self.emulated_s += sum(done.emulated_s for done in answers.values())
         return result
 
     def _raise_unreported(self) -> None:

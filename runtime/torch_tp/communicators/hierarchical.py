@@ -22,7 +22,8 @@ from runtime.torch_tp.communicators.interface import Communicator, GroupSettings
 from runtime.torch_tp.communicators.shared_memory import SharedMemoryCommunicator
 from runtime.torch_tp.communicators.tcp import TcpCommunicator
 from runtime.torch_tp.communicators.wire_codec import WireCodec, codec_of
-from runtime.torch_tp.link_probe import AlphaBeta, probe
+from runtime.torch_tp.link_cost import LinkCost
+from runtime.torch_tp.link_probe import probe
 
 LEADER = 0  # rank in its domain
 
@@ -37,7 +38,7 @@ class SumWay(Protocol):
 class CheaperWay:
     """Flat or hierarchical, whichever the measured alpha and beta say is cheaper for the size; all ranks hold the same figures."""
 
-    costs: Mapping[str, AlphaBeta]
+    costs: Mapping[str, LinkCost]
 
     def __call__(self, size_bytes: int) -> str:
         return min(self.costs, key=lambda way: (self.costs[way].time_s(size_bytes), way))
@@ -73,7 +74,7 @@ class HierarchicalCommunicator:
         self._domain, self._leaders, self._flat, self._codec = domain, leaders, flat, codec
         self.way: SumWay = lambda size_bytes: "hierarchical"
 
-    def measure(self) -> dict[str, AlphaBeta]:
+    def measure(self) -> dict[str, LinkCost]:
         """Time both ways (called by all ranks alike) and take the cheaper one for each size from now on."""
         costs = probe({"flat": self._flat, "hierarchical": _AlwaysHierarchical(self)})
         self.way = CheaperWay(costs)

@@ -34,7 +34,7 @@ BODIES = [
     PrepareOrder(None),
     Prepared((1,), 0, 12345, 0.25),
     SwitchOrder(True, (), PLAN),
-    StepDone([[0, [1, 2], []]], 0.1, 0.0, 0.2, 0.01, (0.05, 0.04, 0.01), 0.0),
+    StepDone([[0, [1, 2], []]], 0.1, 0.0, 0.2, 0.01, (0.05, 0.04, 0.01)),
     Failure(5, False, "ValueError: x"),
 ]
 
