@@ -23,6 +23,9 @@ class KvLedger:
     def running(self) -> frozenset[int]:
         return frozenset(self._running)
 
+    def is_running(self, slot: int) -> bool:
+        return slot in self._running
+
     @property
     def retained(self) -> tuple[int, ...]:
         """Least recently used first."""
