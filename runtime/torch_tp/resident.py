@@ -75,6 +75,13 @@ class Resident:
         if math.isnan(self._admitted_s):
             self._admitted_s = now_s
 
+    def begin_again(self, now_s: float | None) -> None:
+        """Its KV is gone: it waits, and is computed again from its ids."""
+        self.redo_below = max(self.redo_below, self.computed)
+        self.recomputed += self.computed
+        self.slot, self.computed = None, 0
+        self.queued_s = self.queued_s if now_s is None else now_s
+
     def new_slot(self, tokens_max: int, keeps_tokens: int) -> NewSlot:
         """What the ranks must know of it; see `NewSlot`."""
         request = self.request

@@ -103,6 +103,18 @@ class StepCommand:
         """Slots that get tokens, in the order of the slices: the row order of logits and of StepResult.tokens."""
         return tuple(part.slot for part in self.slices if part.wants_sample)
 
+    def tokens_by_slot(self, result: StepResult) -> dict[int, SlotTokens]:
+        """Raises: ValueError when the result does not fit this command; the ranks are then not to be believed."""
+        tokens_of = {item.slot: item for item in result.tokens}
+        counts = {len(item.tokens) for item in result.tokens}
+        expected = self.sampled_slots
+        if set(tokens_of) != set(expected) or len(counts) > 1 or not counts <= set(range(1, self.decode_steps + 1)):
+            raise ValueError(
+                f"step {self.step}: tokens for slots {sorted(tokens_of)}, counts {sorted(counts)}; "
+                f"expected slots {sorted(expected)} with equally many, 1 to {self.decode_steps}"
+            )
+        return tokens_of
+
     def to_wire(self) -> list[Any]:
         """Nested lists of numbers, strings and None, for msgpack."""
         return [
