@@ -177,6 +177,16 @@ class RankTimings:
     communication_s: float
     host_s: float
 
+    def __add__(self, other: RankTimings) -> RankTimings:
+        """Of the same rank."""
+        return RankTimings(
+            self.rank,
+            self.compute_s + other.compute_s,
+            self.memory_stall_s + other.memory_stall_s,
+            self.communication_s + other.communication_s,
+            self.host_s + other.host_s,
+        )
+
     @property
     def busy_s(self) -> float:
         """Time that the other ranks may have had to wait for this one."""
