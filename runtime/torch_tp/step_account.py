@@ -10,7 +10,7 @@ from runtime.torch_tp.link_cost import LinkCost
 from runtime.torch_tp.orders import StepDone, StepOrder
 from runtime.torch_tp.overlap import pays_in_halves
 from runtime.torch_tp.profiler import RankProfile, StepForecast, step_ratio, width_shares, work_units
-from runtime.torch_tp.steps import RankTimings, StepCommand, StepResult, tokens_from_wire
+from runtime.torch_tp.steps import RankTimings, StepCommand, StepResult
 
 
 class StepAccount:
@@ -29,7 +29,7 @@ class StepAccount:
     def begins(self, command: StepCommand, ranks: int) -> StepOrder:
         """What to tell the ranks."""
         self.predicted_s = self._forecast.predict(command)
-        return StepOrder(command.to_wire(), self._overlaps(command, ranks))
+        return StepOrder(command, self._overlaps(command, ranks))
 
     def _overlaps(self, command: StepCommand, ranks: int) -> bool:
         if self._overlap != "auto":
@@ -51,7 +51,7 @@ class StepAccount:
             RankTimings(worker, done.compute_s, done.memory_stall_s, done.communication_s, done.host_s)
             for worker, done in sorted(answers.items())
         )
-        result = StepResult(command.step, tokens_from_wire(answers[min(answers)].tokens), timings, began_s, ended_s)
+        result = StepResult(command.step, answers[min(answers)].tokens, timings, began_s, ended_s)
         self._forecast.observe(command, result.passes, ended_s - began_s)
         if command.slices:
             busy_s = {worker: done.busy_s for worker, done in answers.items()}

@@ -43,7 +43,7 @@ from runtime.torch_tp.sampling import SampledTokens, SamplingState, sample
 from runtime.torch_tp.shares import Interval
 from runtime.torch_tp.slot_records import SlotRecord
 from runtime.torch_tp.step_clock import StepClock, WatchedCommunicator
-from runtime.torch_tp.steps import NewSlot, SliceCommand, SlotTokens, StepCommand, tokens_to_wire
+from runtime.torch_tp.steps import NewSlot, SliceCommand, SlotTokens, StepCommand
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SPEC_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -268,7 +268,7 @@ class StepRunner:
     def step(self, order: StepOrder) -> StepDone:
         """Carry out a step command, in the order that `steps` states."""
         began_s = time.perf_counter()
-        command = StepCommand.from_wire(order.command)
+        command = order.command
         self._change_slots(command)
         clock = StepClock(self._slow_down, self._order.device == "cpu")
         stall_s = 0.0
@@ -285,12 +285,13 @@ class StepRunner:
             if sampled.has_stopped or command.decode_steps == 1:
                 break
             slices = [replace(part, tokens=(chosen[part.slot][-1],), start=part.start + len(chosen[part.slot])) for part in command.slices]
-        tokens = [SlotTokens(slot, tuple(ids), tuple(logprobs[slot])) for slot, ids in chosen.items()] if self._is_lowest else []
+        told = chosen if self._is_lowest else {}
+        tokens = tuple(SlotTokens(slot, tuple(ids), tuple(logprobs[slot])) for slot, ids in told.items())
         # the model's estimate of waiting for memory is part of what it computed; a slower device waits as many times longer
         starved_s = min(stall_s * self._slow_down.factor, clock.compute_s)
         host_s = max(time.perf_counter() - began_s - clock.compute_s - clock.stall_s - clock.communication_s, 0.0)
         return StepDone(
-            tokens_to_wire(tokens), clock.compute_s - starved_s, clock.stall_s + starved_s, clock.communication_s, host_s,
+            tokens, clock.compute_s - starved_s, clock.stall_s + starved_s, clock.communication_s, host_s,
             tuple(clock.busy_s),
         )  # fmt: skip
 
