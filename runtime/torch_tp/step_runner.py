@@ -277,7 +277,7 @@ class StepRunner:
         slices: Sequence[SliceCommand] = command.slices
         for _ in range(command.decode_steps if slices else 0):
             sampled = self._forward(slices, clock, order.overlaps)
-            stall_s += self.model.timings.memory_stall_s
+            stall_s += self.model.memory_stall_s
             for slot, token, item in zip(command.sampled_slots, sampled.tokens, sampled.logprobs, strict=True):
                 chosen[slot].append(token)
                 if item is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from runtime.torch_tp.communicators.bulk_thread import BulkSettings, BulkThread, check_pairs
+from runtime.torch_tp.communicators.bulk_thread import BulkThread, Landings, check_pairs
 from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending, PendingSwap
 from runtime.torch_tp.communicators.rank_order import as_bytes, sum_in_rank_order
 from runtime.torch_tp.rendezvous import connect_store, local_address_towards
@@ -108,7 +108,7 @@ class GlooCommunicator:
         self._name = f"e{settings.epoch}/{name}"
         self._step, self._urgent, self._bulk = (self._group(lane) for lane in ("step", "urgent", "bulk"))
         self._open: deque[_GlooSum] = deque()
-        self._bulk_thread = BulkThread(BulkSettings(), settings.is_alive)
+        self._bulk_thread = BulkThread(settings.is_alive)
 
     def _group(self, lane: str) -> GlooGroup:
         deadline_s, is_alive = self._settings.deadline_s, self._settings.is_alive
@@ -179,9 +179,9 @@ class GlooCommunicator:
 
     def _move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Chunk by chunk over all pairs at once: gloo matches a pair's messages by their order."""
-        landing = [(tensor, tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()) for _, tensor in receives]
+        landings = Landings(receives)
         outgoing = [(peer, as_bytes(tensor.contiguous())) for peer, tensor in sends]
-        incoming = [(peer, as_bytes(buffer)) for (peer, _), (_, buffer) in zip(receives, landing, strict=True)]
+        incoming = [(peer, as_bytes(buffer)) for peer, buffer in landings.pairs]
         longest = max((data.numel() for _, data in (*outgoing, *incoming)), default=0)
         for begin in range(0, longest, BULK_CHUNK_BYTES):
             self._bulk_thread.raise_if_closed()
@@ -196,9 +196,7 @@ class GlooCommunicator:
             for work in works:
                 self._bulk.wait_uninterrupted(work, "exchange")
             self._bulk_thread.pace(moved, time.monotonic() - begin_s)
-        for tensor, buffer in landing:
-            if buffer is not tensor:
-                tensor.copy_(buffer)
+        landings.hand_over()
 
     def close(self) -> None:
         """Dropping the groups closes their connections, which the peers see at once."""

@@ -28,12 +28,6 @@ from runtime.torch_tp.link_probe import probe
 LEADER = 0  # rank in its domain
 
 
-class SumWay(Protocol):
-    """Chooses how a sum of some size goes."""
-
-    def __call__(self, size_bytes: int) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class CheaperWay:
     """Flat or hierarchical, whichever the measured alpha and beta say is cheaper for the size; all ranks hold the same figures."""
@@ -72,7 +66,7 @@ class HierarchicalCommunicator:
         self._by_domain = [[self._index[member] for member in cut] for cut in domains]
         self._own = next(cut for cut in self._by_domain if self.rank in cut)
         self._domain, self._leaders, self._flat, self._codec = domain, leaders, flat, codec
-        self.way: SumWay = lambda size_bytes: "hierarchical"
+        self.way: Callable[[int], str] = lambda size_bytes: "hierarchical"
 
     def measure(self) -> dict[str, LinkCost]:
         """Time both ways (called by all ranks alike) and take the cheaper one for each size from now on."""

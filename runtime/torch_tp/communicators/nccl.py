@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from runtime.torch_tp.communicators.bulk_thread import BulkSettings, BulkThread, check_pairs
+from runtime.torch_tp.communicators.bulk_thread import BulkThread, Landings, check_pairs
 from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending, PendingSwap
 from runtime.torch_tp.communicators.rank_order import as_bytes
 from runtime.torch_tp.rendezvous import connect_store
@@ -75,7 +75,7 @@ class NcclCommunicator:
         self._step, self._urgent, self._bulk = (
             _WatchedGroup(store, f"{prefix}/{lane}", settings, lane != "bulk") for lane in ("step", "urgent", "bulk")
         )
-        self._bulk_thread = BulkThread(BulkSettings(), settings.is_alive)
+        self._bulk_thread = BulkThread(settings.is_alive)
         self._closing = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="nccl-watchdog", daemon=True)
         self._watchdog.start()
@@ -153,9 +153,9 @@ class NcclCommunicator:
     def _move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Chunks on a stream of their own. Of each pair the lower rank sends first: NCCL runs a pair's operations one after the other."""
         device = next((tensor.device for _, tensor in (*sends, *receives)), self._settings.torch_device)
-        landing = [(tensor, tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()) for _, tensor in receives]
+        landings = Landings(receives)
         outgoing = [(peer, as_bytes(tensor.contiguous())) for peer, tensor in sends]
-        incoming = [(peer, as_bytes(buffer)) for (peer, _), (_, buffer) in zip(receives, landing, strict=True)]
+        incoming = [(peer, as_bytes(buffer)) for peer, buffer in landings.pairs]
         with torch.cuda.stream(torch.cuda.Stream(device)):
             for begin in range(0, max((data.numel() for _, data in (*outgoing, *incoming)), default=0), BULK_CHUNK_BYTES):
                 begin_s, moved = time.monotonic(), 0
@@ -171,9 +171,7 @@ class NcclCommunicator:
                 torch.cuda.current_stream(device).synchronize()
                 self.raise_if_lost()
                 self._bulk_thread.pace(moved, time.monotonic() - begin_s)
-            for tensor, buffer in landing:
-                if buffer is not tensor:
-                    tensor.copy_(buffer)
+            landings.hand_over()
             torch.cuda.current_stream(device).synchronize()
 
     def close(self) -> None:

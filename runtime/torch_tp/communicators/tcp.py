@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.torch_tp.communicators.bulk_thread import BulkSettings, BulkThread, check_pairs
+from runtime.torch_tp.communicators.bulk_thread import BulkThread, Landings, check_pairs
 from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending, PendingSwap
 from runtime.torch_tp.communicators.rank_order import as_bytes, piece_cuts, sum_in_rank_order
 from runtime.torch_tp.communicators.shared_flags import sum_float
@@ -276,7 +276,7 @@ class TcpCommunicator:
             raise PeerLost(str(error)) from error
         self._step_swap, self._urgent_swap = _Swap(self._step), _Swap(self._urgent)
         self._open: deque[_TcpSum] = deque()
-        self._bulk_thread = BulkThread(BulkSettings(), settings.is_alive)
+        self._bulk_thread = BulkThread(settings.is_alive)
 
     def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
         if not urgent:
@@ -340,9 +340,9 @@ class TcpCommunicator:
 
     def _move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Each message goes behind its length; chunk by chunk over all peers at once."""
-        landing = [(tensor, tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()) for _, tensor in receives]
+        landings = Landings(receives)
         lengths = np.zeros(len(receives), np.int64)
-        for index, ((peer, _), (_, buffer)) in enumerate(zip(receives, landing, strict=True)):
+        for index, (peer, buffer) in enumerate(landings.pairs):
             self._bulk.expect(peer, lengths[index : index + 1].view(np.uint8).data, view_of(buffer))
         queues: dict[int, deque[memoryview]] = {}
         for peer, tensor in sends:
@@ -360,11 +360,10 @@ class TcpCommunicator:
             self._bulk_thread.raise_if_closed()
             self._bulk_thread.pace(moved, time.monotonic() - begin_s)
         self._bulk.settle("exchange")
-        for (peer, tensor), (_, buffer), length in zip(receives, landing, lengths.tolist(), strict=True):
-            if length != tensor.nbytes:
-                raise ValueError(f"exchange: rank {self._bulk.labels[peer]} sent {length} bytes where {tensor.nbytes} are expected")
-            if buffer is not tensor:
-                tensor.copy_(buffer)
+        for (peer, buffer), length in zip(landings.pairs, lengths.tolist(), strict=True):
+            if length != buffer.nbytes:
+                raise ValueError(f"exchange: rank {self._bulk.labels[peer]} sent {length} bytes where {buffer.nbytes} are expected")
+        landings.hand_over()
 
     def close(self) -> None:
         """Closed connections tell the peers."""
