@@ -83,7 +83,7 @@ class Batch:
         assert self.waiting == sorted(self.waiting, key=lambda s: s.key), "the queue is out of order"
         for slot, resident in self.running.items():
             assert resident.slot == slot and 0 <= resident.computed < len(resident.ids), f"slot {slot}: KV beyond the ids"
-            assert resident.computed <= self.pool.reserved(slot), f"slot {slot}: more KV than was reserved"
+            assert resident.computed <= self.pool.ledger.reserved(slot), f"slot {slot}: more KV than was reserved"
             assert resident.plan_version == self.pool.version_of(slot), f"slot {slot}: two plan versions"
 
     # --- admission ----------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Batch:
         if rows == 1:
             return True
         reserved_slots = 0 if resident.request.priority > 0 else min(self.settings.priority_slots, self.settings.slots_max - 1)
-        if not self.pool.has_room_beyond(reserved_slots - displaced):
+        if not self.pool.ledger.has_room_beyond(reserved_slots - displaced):
             return False
         rows_max = min(self._budget.rows(self.running.values()), self._budget.rows([resident]))
         return rows <= rows_max + (resident.request.priority > 0)
@@ -137,7 +137,7 @@ class Batch:
         self.running[taken.slot] = resident
         resident.start(taken.slot, self.plan_version, taken.held, now_s)
         self.prefix_hit_tokens += taken.held
-        self.pool.fill(resident.new_slot(self.pool.reserved(taken.slot), taken.keeps))
+        self.pool.fill(resident.new_slot(self.pool.ledger.reserved(taken.slot), taken.keeps))
         self._calm_steps = 0
 
     # --- making room --------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Batch:
         for victim in victims:
             chosen.append(victim)
             assert victim.slot is not None
-            gained += self.pool.reserved(victim.slot)
+            gained += self.pool.ledger.reserved(victim.slot)
             if self.pool.could_fit(wanted - gained) and self._batch_has_room(head, displaced=len(chosen)):
                 break
         else:
@@ -192,7 +192,7 @@ class Batch:
         """
         slot = resident.slot
         assert slot is not None
-        if tokens <= self.pool.reserved(slot):
+        if tokens <= self.pool.ledger.reserved(slot):
             return True
         wanted = min(resident.request.tokens_needed, tokens + self.settings.growth_tokens)
         if self.pool.grow(slot, wanted) or self.pool.grow(slot, tokens):

@@ -224,8 +224,8 @@ class Batcher:
             waiting=len(batch.waiting),
             running=len(batch.running),
             decoding=sum(1 for resident in batch.running.values() if resident.pending == 1),
-            kv_tokens_running=batch.pool.tokens_running,
-            kv_tokens_retained=batch.pool.tokens_retained,
+            kv_tokens_running=batch.pool.ledger.tokens_running,
+            kv_tokens_retained=batch.pool.ledger.tokens_retained,
             prefill_backlog_tokens=sum(resident.pending for resident in self._residents.values() if resident.pending > 1),
             oldest_wait_s=max((now_s - resident.queued_s for resident in batch.waiting), default=0.0),
         )

@@ -214,7 +214,7 @@ class Group:
             link.standing = Standing.MEMBER
         configuration = self._configuration(links, address, takes_over)
         deadline_s = self._now_s() + self.settings.configure_deadline_s
-        self._rounds.begin(Kind.CONFIGURED, Round(set(workers), Future(), self._on_configured, deadline_s))
+        self._rounds[Kind.CONFIGURED] = Round(set(workers), Future(), self._on_configured, deadline_s)
         self._tell(links, Message(Kind.CONFIGURE, self.epoch, self.plans.newest.version, body=configuration))
 
     @property
@@ -304,7 +304,7 @@ class Group:
             raise GroupError(f"a {kind.name} is under way already")
         members = self._members()
         order = Round({link.worker for link in members}, future, finish, self._now_s() + deadline_s, command=command)
-        self._rounds.begin(ANSWERS[kind], order)
+        self._rounds[ANSWERS[kind]] = order
         self._tell(members, Message(kind, self.epoch, self.plans.newest.version, 0 if command is None else command.step, body))
 
     def _tell(self, links: Sequence[WorkerLink], order: Message) -> None:
@@ -324,7 +324,7 @@ class Group:
         deadline_s = began_s + self.settings.step_deadline_s
         order = Round(set(), future, lambda answers: self._finish_step(command, began_s, answers), deadline_s, command=command)
         if self._needs_regroup or Kind.CONFIGURED in self._rounds:  # the rebuild under way ends this step, or begins it
-            self._rounds.begin(Kind.DONE, order)
+            self._rounds[Kind.DONE] = order
         else:
             self._send_step(order)
 
@@ -335,7 +335,7 @@ class Group:
 
     def _repeat_step(self) -> None:
         """The step that a loss cut short, once more: ranks start from where the last whole one left them, so it gives the same tokens."""
-        order = self._rounds.pop(Kind.DONE)
+        order = self._rounds.pop(Kind.DONE, None)
         if order is not None:
             self._send_step(order)
 

@@ -35,6 +35,10 @@ class KvLedger:
     def tokens_running(self) -> int:
         return sum(self._running.values())
 
+    @property
+    def tokens_retained(self) -> int:
+        return sum(self._retained.values())
+
     def reserved(self, slot: int) -> int:
         """Tokens that `slot` has room for; 0 where it is free."""
         return self._running.get(slot, self._retained.get(slot, 0))

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from envs.domain.plans import LayerPlans
+from runtime.torch_tp.group_values import GroupError, GroupGone, GroupRebuilt
 from runtime.torch_tp.resplit import MovePrice, Slide, SlideState, SlideStep, pays
-from runtime.torch_tp.supervisor import GroupError, GroupGone, GroupRebuilt, Supervisor
+from runtime.torch_tp.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 

@@ -41,37 +41,16 @@ class Round:
     command: StepCommand | None = None
 
 
-class Rounds:
+class Rounds(dict[Kind, Round]):
     """At most one of each kind, by the kind of its answer."""
-
-    def __init__(self) -> None:
-        self._open: dict[Kind, Round] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._open)
-
-    def __contains__(self, kind: Kind) -> bool:
-        return kind in self._open
-
-    def __getitem__(self, kind: Kind) -> Round:
-        return self._open[kind]
-
-    def get(self, kind: Kind) -> Round | None:
-        return self._open.get(kind)
-
-    def begin(self, kind: Kind, order: Round) -> None:
-        self._open[kind] = order
-
-    def pop(self, kind: Kind) -> Round | None:
-        return self._open.pop(kind, None)
 
     def owing(self) -> set[int]:
         """Workers that owe some answer."""
-        return {worker for order in self._open.values() for worker in order.waiting}
+        return {worker for order in self.values() for worker in order.waiting}
 
     def answered(self, worker: int, kind: Kind, body: Any) -> Round | None:
         """Note an answer; None where none of that kind is awaited from this worker. Raises: ProtocolError for a body of another shape."""
-        order = self._open.get(kind)
+        order = self.get(kind)
         if order is None or worker not in order.waiting:
             return None
         order.waiting.discard(worker)
@@ -80,18 +59,18 @@ class Rounds:
 
     def settle(self, kind: Kind) -> None:
         """All have answered: tell whoever waits."""
-        order = self._open.pop(kind)
+        order = self.pop(kind)
         result = order.finish(order.answers)
         if not order.future.done():
             order.future.set_result(result)
 
     def fail(self, error: Exception, kinds: Iterable[Kind] | None = None) -> bool:
         """End the open rounds of these kinds (None: all) with an error; returns whether there was one."""
-        failed = [order for kind in (list(self._open) if kinds is None else kinds) if (order := self._open.pop(kind, None)) is not None]
+        failed = [order for kind in (list(self) if kinds is None else kinds) if (order := self.pop(kind, None)) is not None]
         for order in failed:
             if not order.future.done():
                 order.future.set_exception(error)
         return bool(failed)
 
     def overdue(self, now_s: float) -> list[tuple[Kind, Round]]:
-        return [(kind, order) for kind, order in self._open.items() if now_s > order.deadline_s]
+        return [(kind, order) for kind, order in self.items() if now_s > order.deadline_s]

@@ -30,10 +30,13 @@ class SlotOrders(TypedDict):
 
 
 class SlotPool:
-    """Slots are running or retained: KV of a finished request, which another one that begins alike may use until the room is needed."""
+    """Slots are running or retained: KV of a finished request, which another one that begins alike may use until the room is needed.
+
+    ledger: for views of the account; all changes go through here.
+    """
 
     def __init__(self, slots_max: int, kv_tokens_max: int, block_tokens: int) -> None:
-        self._ledger = KvLedger(slots_max, kv_tokens_max)
+        self.ledger = KvLedger(slots_max, kv_tokens_max)
         self._index = PrefixIndex(block_tokens)
         self._versions: dict[int, int] = {}  # plan version of every slot in use
         self._clear_orders()
@@ -68,32 +71,17 @@ class SlotPool:
 
     # --- room ---------------------------------------------------------------------------------------------------------------
 
-    @property
-    def tokens_running(self) -> int:
-        return self._ledger.tokens_running
-
-    @property
-    def tokens_retained(self) -> int:
-        return self._ledger.tokens_max - self._ledger.tokens_free - self._ledger.tokens_running
-
-    def reserved(self, slot: int) -> int:
-        return self._ledger.reserved(slot)
-
-    def has_room_beyond(self, slots: int) -> bool:
-        """Whether more than `slots` slots are free or retained."""
-        return self._ledger.has_room_beyond(slots)
-
     def could_fit(self, tokens: int) -> bool:
         """Whether there would be room for so many tokens more once nothing were retained."""
-        return self._ledger.could_fit(tokens, needs_slot=False, pinned=self.pinned)
+        return self.ledger.could_fit(tokens, needs_slot=False, pinned=self.pinned)
 
     def _make_room(self, tokens: int, *, needs_slot: bool, kept: int | None = None) -> bool:
         """Evict retained slots but `kept`, least recently used first, until it fits; nothing is evicted where that would not be enough."""
         pinned = self.pinned if kept is None else self.pinned | {kept}
-        if not self._ledger.could_fit(tokens, needs_slot, pinned):
+        if not self.ledger.could_fit(tokens, needs_slot, pinned):
             return False
-        while not self._ledger.fits(tokens, needs_slot):
-            self.evict(next(slot for slot in self._ledger.retained if slot not in pinned))
+        while not self.ledger.fits(tokens, needs_slot):
+            self.evict(next(slot for slot in self.ledger.retained if slot not in pinned))
         return True
 
     # --- slots come and go --------------------------------------------------------------------------------------------------
@@ -106,20 +94,20 @@ class SlotPool:
         hit = self._index.longest(ids, version)
         taken = None if hit is None else self._take_beside(*hit, tokens)
         if taken is None and self._make_room(tokens, needs_slot=True):
-            return Taken(self._ledger.take(tokens))
+            return Taken(self.ledger.take(tokens))
         return taken
 
     def _take_beside(self, source: int, held: int, tokens: int) -> Taken | None:
-        is_retained = not self._ledger.is_running(source)
+        is_retained = not self.ledger.is_running(source)
         offers_more = not is_retained or self._index.computed(source) > held * 4 // 3
         if offers_more and self._make_room(tokens, needs_slot=True, kept=source):
-            self._ledger.touch(source)
-            slot = self._ledger.take(tokens)
+            self.ledger.touch(source)
+            slot = self.ledger.take(tokens)
             self._copies.append(PrefixCopy(source, slot, held))
             return Taken(slot, held)
-        more = max(0, tokens - self._ledger.reserved(source))
+        more = max(0, tokens - self.ledger.reserved(source))
         if is_retained and source not in self.pinned and self._make_room(more, needs_slot=False, kept=source):
-            self._ledger.take_over(source, tokens)
+            self.ledger.take_over(source, tokens)
             self._index.drop(source)
             return Taken(source, held, keeps=held)
         return None
@@ -131,10 +119,10 @@ class SlotPool:
 
     def grow(self, slot: int, tokens: int) -> bool:
         """Room for `tokens` in all in a running slot; False where retained slots do not give it."""
-        if not self._make_room(tokens - self._ledger.reserved(slot), needs_slot=False, kept=slot):
+        if not self._make_room(tokens - self.ledger.reserved(slot), needs_slot=False, kept=slot):
             return False
-        self._ledger.grow(slot, tokens)
-        self._growths[slot] = self._ledger.reserved(slot)
+        self.ledger.grow(slot, tokens)
+        self._growths[slot] = self.ledger.reserved(slot)
         return True
 
     def holds(self, slot: int, ids: Sequence[int], computed: int) -> None:
@@ -144,7 +132,7 @@ class SlotPool:
     def retain(self, slot: int, ids: Sequence[int], computed: int) -> None:
         """Its request is finished; the KV stays until the room is needed."""
         self.holds(slot, ids, computed)
-        self._ledger.retain(slot)
+        self.ledger.retain(slot)
 
     def evict(self, slot: int) -> None:
         """Free a slot here and, with the next command, at the ranks."""
@@ -157,7 +145,7 @@ class SlotPool:
 
     def drop_retained(self) -> None:
         """Evict all that is kept for reuse."""
-        for slot in self._ledger.retained:
+        for slot in self.ledger.retained:
             self.evict(slot)
 
     def lost(self, slots: Iterable[int] | None) -> list[int]:
@@ -173,7 +161,7 @@ class SlotPool:
 
     def _free(self, slot: int) -> None:
         self._index.drop(slot)
-        self._ledger.release(slot)
+        self.ledger.release(slot)
         del self._versions[slot]
 
     # --- plans --------------------------------------------------------------------------------------------------------------
@@ -200,6 +188,6 @@ class SlotPool:
 
     def check(self, running: Mapping[int, object]) -> None:
         """Raise AssertionError unless slots and tokens are conserved; running: slots of running requests."""
-        self._ledger.check()
-        assert self._ledger.running == set(running), "running slots and running requests differ"
-        assert set(self._versions) == set(running) | set(self._ledger.retained), "a slot without a plan version"
+        self.ledger.check()
+        assert self.ledger.running == set(running), "running slots and running requests differ"
+        assert set(self._versions) == set(running) | set(self.ledger.retained), "a slot without a plan version"

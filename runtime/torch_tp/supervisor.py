@@ -17,31 +17,14 @@ from typing import Any
 from envs.domain.plans import LayerPlans
 from envs.domain.specs import ModelSpec
 from runtime.torch_tp.group import Group
-from runtime.torch_tp.group_values import (
-    GroupChange,
-    GroupError,
-    GroupGone,
-    GroupRebuilt,
-    LostRank,
-    RankSettings,
-    SupervisorSettings,
-)
+from runtime.torch_tp.group_values import GroupChange, GroupError, GroupGone, GroupRebuilt, LostRank, RankSettings, SupervisorSettings
 from runtime.torch_tp.link_cost import PROBE_REPEATS, PROBE_SIZES_BYTES, LinkCost
 from runtime.torch_tp.nursery import Nursery, NurseryGone
 from runtime.torch_tp.orders import Prepared, PrepareOrder, ReduceOrder, StepDone, Switched, SwitchOrder
 from runtime.torch_tp.protocol import Kind, Message
 from runtime.torch_tp.steps import StepCommand, StepResult
 
-__all__ = [
-    "GroupChange",
-    "GroupError",
-    "GroupGone",
-    "GroupRebuilt",
-    "LostRank",
-    "RankSettings",
-    "Supervisor",
-    "SupervisorSettings",
-]
+__all__ = ["GroupChange", "GroupError", "GroupGone", "GroupRebuilt", "LostRank", "RankSettings", "Supervisor", "SupervisorSettings"]
 
 
 class Supervisor:

@@ -118,7 +118,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.command = None
         held = {slot: self.ranks.slots[slot].tokens_max for slot in self.ranks.slots}
         pool = self.batcher._batch.pool
-        pending, ledger = set(pool._releases), pool._ledger
+        pending, ledger = set(pool._releases), pool.ledger
         assert set(held) - pending == set(ledger.running) | set(ledger.retained)
         assert all(held[slot] == ledger.reserved(slot) for slot in set(held) - pending)
 
