@@ -158,15 +158,15 @@ class Group:
             self._lose(link.worker, FailureKind.RANK_KILLED, failure.detail)
             return
         order = self._rounds.get(ANSWERS.get(Kind(failure.of), Kind.DIE))
+        if failure.of == Kind.PREPARE and (order is None or not failure.is_peer):  # of several that fail alike, the first ends the order
+            self._rounds.fail(GroupError(f"plan not prepared, nothing has changed: worker {link.worker}: {failure.detail}"), (Kind.READY,))
+            return
         if order is None or link.worker not in order.waiting:  # it is not what we think it is
             self._lose(link.worker, FailureKind.RANK_KILLED, f"failed at what needs no answer: {failure.detail}")
             return
         order.waiting.discard(link.worker)
         if not failure.is_peer:
             self._blame.detail = f"worker {link.worker}: {failure.detail}"
-            if failure.of == Kind.PREPARE:
-                self._rounds.fail(GroupError(f"plan not prepared, nothing has changed: {self._blame.detail}"), (Kind.READY,))
-                return
             self.roster.page.epoch_min = self.epoch + 1  # the others wait for this rank in vain
         self._blame.hear(self._now_s())
 
