@@ -158,7 +158,7 @@ def build_communicator(
         segment_names: one per domain, see `segment_names.segment_name`.
         deadline_s: for each collective, and for the building itself.
         is_alive: False ends every wait with PeerLost within a millisecond or so (fencing).
-        between, wire: what joins the leaders of domains ("tcp", "gloo", "nccl") and how sums cross there ("float32", "fp16", "int8": see
+        between, wire: what joins the leaders of domains ("tcp", "gloo") and how sums cross there ("float32", "fp16", "int8": see
             `wire_codec` for their error). "auto" also measures whether sums of a size are cheaper flat, which takes some 0.1 s.
     Raises: ValueError for settings that do not fit together; PeerLost or CollectiveTimeout when a member does not come.
     """

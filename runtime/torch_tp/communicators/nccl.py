@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from runtime.torch_tp.communicators.bulk_thread import BulkThread, Landings, check_pairs
-from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending, PendingSwap
+from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending
 from runtime.torch_tp.communicators.rank_order import as_bytes
 from runtime.torch_tp.rendezvous import connect_store
 
@@ -118,7 +118,7 @@ class NcclCommunicator:
         self.raise_if_lost()
         return _NcclPending(self, self._step.begun(self._step.group.allreduce([tensor])))
 
-    def swap(self, own: Tensor, *, urgent: bool = False) -> list[Tensor]:
+    def _swap(self, own: Tensor, *, urgent: bool = False) -> list[Tensor]:
         """Gather equally long byte vectors."""
         watched = self._urgent if urgent else self._step
         rows = torch.empty((self.size, own.numel()), dtype=own.dtype, device=own.device)
@@ -126,21 +126,15 @@ class NcclCommunicator:
         self._wait(watched, watched.group._allgather_base(rows.view(-1), own))
         return list(rows)
 
-    def start_swap(self, own: Tensor) -> PendingSwap:
-        rows = torch.empty((self.size, own.numel()), dtype=own.dtype, device=own.device)
-        self.raise_if_lost()
-        work = self._step.begun(self._step.group._allgather_base(rows.view(-1), own))
-        return _NcclSwap(_NcclPending(self, work), rows)
-
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Waits for the device, so that a loss shows here at the latest."""
         own = tensor.contiguous() if tensor.dim() else tensor.reshape(1)
-        columns = [int(part) for part in self.swap(torch.tensor([own.shape[-1]], device=own.device))]
+        columns = [int(part) for part in self._swap(torch.tensor([own.shape[-1]], device=own.device))]
         lead = own.shape[:-1]
         column_bytes = own.element_size() * math.prod(lead)
         padded = torch.zeros(max(1, max(columns) * column_bytes), dtype=torch.uint8, device=own.device)
         padded[: own.nbytes] = as_bytes(own)
-        rows = self.swap(padded)
+        rows = self._swap(padded)
         torch.cuda.current_stream(own.device).synchronize()
         self.raise_if_lost()
         parts = [row[: width * column_bytes].clone().view(own.dtype) for row, width in zip(rows, columns, strict=True)]
@@ -193,17 +187,6 @@ class _NcclPending:
             self._communicator.raise_if_lost()
             raise PeerLost(f"NCCL: {error}") from error
         self._communicator.raise_if_lost()
-
-
-class _NcclSwap:
-    """A started gather."""
-
-    def __init__(self, pending: Pending, rows: Tensor) -> None:
-        self._pending, self._rows = pending, rows
-
-    def wait(self) -> list[Tensor]:
-        self._pending.wait()
-        return list(self._rows)
 
 
 def build(settings: GroupSettings) -> NcclCommunicator:
