@@ -93,10 +93,10 @@ class WatchedCommunicator:
         if self.clock is not None:
             self.clock.end_collective()
 
-    def all_reduce(self, tensor: torch.Tensor, *, urgent: bool = False) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         self.before(self._sums % 2)
         self._sums += 1
-        self._inner.all_reduce(tensor, urgent=urgent)
+        self._inner.all_reduce(tensor)
         self.after()
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:

@@ -93,7 +93,7 @@ class GlooGroup:
 
 
 class GlooCommunicator:
-    """Steps, urgent sums and bulk moves each have a group of their own, so that none queues behind another."""
+    """Steps and bulk moves each have a group of their own, so that neither queues behind the other."""
 
     def __init__(self, settings: GroupSettings, name: str = "gloo") -> None:
         if settings.store_address is None:
@@ -106,7 +106,7 @@ class GlooCommunicator:
             raise PeerLost(str(error)) from error
         self._address = local_address_towards(*settings.store_address)
         self._name = f"e{settings.epoch}/{name}"
-        self._step, self._urgent, self._bulk = (self._group(lane) for lane in ("step", "urgent", "bulk"))
+        self._step, self._bulk = self._group("step"), self._group("bulk")
         self._open: deque[_GlooSum] = deque()
         self._bulk_thread = BulkThread(settings.is_alive)
 
@@ -114,10 +114,9 @@ class GlooCommunicator:
         deadline_s, is_alive = self._settings.deadline_s, self._settings.is_alive
         return GlooGroup(self._store, f"{self._name}/{lane}", self.rank, self.size, deadline_s, is_alive, self._address)
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
-        if not urgent:
-            self._finish_open()
-        self._sum(tensor, self._urgent if urgent else self._step)
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._finish_open()
+        self._sum(tensor, self._step)
 
     def _sum(self, tensor: Tensor, group: GlooGroup) -> None:
         work = tensor.contiguous()
@@ -165,9 +164,9 @@ class GlooCommunicator:
         length = torch.tensor([own.nbytes], dtype=torch.int64).view(torch.uint8)
         return [int(row.view(torch.int64)) for row in self._step.gather_bytes(length, self.size, "all_gather")]
 
-    def swap(self, own: Tensor, *, urgent: bool = False) -> list[Tensor]:
+    def swap(self, own: Tensor) -> list[Tensor]:
         """Gather equally long byte vectors."""
-        return _GlooSwap(self._urgent if urgent else self._step, own, self.size).wait()
+        return _GlooSwap(self._step, own, self.size).wait()
 
     def start_swap(self, own: Tensor) -> PendingSwap:
         """Begin a gather of equally long byte vectors."""
@@ -201,7 +200,7 @@ class GlooCommunicator:
     def close(self) -> None:
         """Dropping the groups closes their connections, which the peers see at once."""
         self._bulk_thread.close()
-        for lane in ("_step", "_urgent", "_bulk"):
+        for lane in ("_step", "_bulk"):
             if hasattr(self, lane):
                 delattr(self, lane)
 

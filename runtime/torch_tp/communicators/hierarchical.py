@@ -41,7 +41,7 @@ class CheaperWay:
 class SwappingCommunicator(Communicator, Protocol):
     """What the leaders need besides: gathers of equally long byte vectors, for packed sums."""
 
-    def swap(self, own: Tensor, *, urgent: bool = False) -> list[Tensor]: ...
+    def swap(self, own: Tensor) -> list[Tensor]: ...
     def start_swap(self, own: Tensor) -> PendingSwap: ...
 
 
@@ -74,24 +74,24 @@ class HierarchicalCommunicator:
         self.way = CheaperWay(costs)
         return costs
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         if self.way(tensor.nbytes) == "flat":
-            self._flat.all_reduce(tensor, urgent=urgent)
+            self._flat.all_reduce(tensor)
         else:
-            self.reduce_by_domains(tensor, urgent)
+            self.reduce_by_domains(tensor)
 
-    def reduce_by_domains(self, tensor: Tensor, urgent: bool) -> None:
+    def reduce_by_domains(self, tensor: Tensor) -> None:
         """Reduce, exchange, broadcast. (In parts, one crossing while the next is reduced, 1 MiB took longer on loopback.)"""
         if self._domain is not None:
-            self._domain.reduce_to(LEADER, tensor, urgent=urgent)
+            self._domain.reduce_to(LEADER, tensor)
         if self._leaders is not None:
             with self._telling_the_domain():
                 if self._codec is None:
-                    self._leaders.all_reduce(tensor, urgent=urgent)
+                    self._leaders.all_reduce(tensor)
                 else:
-                    self._unpack_into(tensor, self._leaders.swap(self._pack(tensor), urgent=urgent))
+                    self._unpack_into(tensor, self._leaders.swap(self._pack(tensor)))
         if self._domain is not None:
-            self._domain.broadcast_from(LEADER, tensor, urgent=urgent)
+            self._domain.broadcast_from(LEADER, tensor)
 
     def start_crossing(self, tensor: Tensor) -> Callable[[], None]:
         """Reduce in the domain and begin to cross; what is returned ends the crossing and broadcasts."""
@@ -175,8 +175,8 @@ class _AlwaysHierarchical:
         self._whole = whole
         self.all_gather = whole.all_gather
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
-        self._whole.reduce_by_domains(tensor, urgent)
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._whole.reduce_by_domains(tensor)
 
 
 class _Crossing:

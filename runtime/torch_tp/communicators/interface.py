@@ -40,15 +40,15 @@ class PendingSwap(Protocol):
 class Communicator(Protocol):
     """The collectives of one epoch. `rank` counts from 0 to `size` - 1 in the order of the members.
 
-    Every rank makes the same calls in the same order, `wait`s included, from one thread; `urgent` all-reduces and `exchange`
-    are each an order of their own and may come from another thread. After PeerLost or CollectiveTimeout only `close` is
+    Every rank makes the same calls in the same order, `wait`s included, from one thread; `exchange` is an order of its own and may
+    come from another. After PeerLost or CollectiveTimeout only `close` is
     allowed: what the tensor holds is undefined.
     """
 
     rank: int
     size: int
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """In-place sum over the ranks, the same bits on every rank. Raises: PeerLost, CollectiveTimeout."""
         ...
 

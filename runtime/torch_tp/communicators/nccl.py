@@ -34,11 +34,11 @@ UNFINISHED_MAX = 4096  # operations the watchdog remembers per group; older ones
 class _WatchedGroup:
     """One NCCL process group and the operations on it that have not ended."""
 
-    def __init__(self, store: Any, name: str, settings: GroupSettings, urgent: bool) -> None:
+    def __init__(self, store: Any, name: str, settings: GroupSettings, high_priority: bool) -> None:
         nccl: Any = torch.distributed.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(seconds=3600.0)  # the watchdog here keeps the deadline
-        options.is_high_priority_stream = urgent
+        options.is_high_priority_stream = high_priority
         self.group: Any = nccl(PrefixStore(name, store), settings.own_index, len(settings.members), options)
         self._unfinished: deque[tuple[float, Any]] = deque(maxlen=UNFINISHED_MAX)
         self._lock = threading.Lock()
@@ -72,9 +72,8 @@ class NcclCommunicator:
         except OSError as error:
             raise PeerLost(str(error)) from error
         prefix = f"e{settings.epoch}/{name}"
-        self._step, self._urgent, self._bulk = (
-            _WatchedGroup(store, f"{prefix}/{lane}", settings, lane != "bulk") for lane in ("step", "urgent", "bulk")
-        )
+        self._step = _WatchedGroup(store, f"{prefix}/step", settings, high_priority=True)
+        self._bulk = _WatchedGroup(store, f"{prefix}/bulk", settings, high_priority=False)
         self._bulk_thread = BulkThread(settings.is_alive)
         self._closing = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="nccl-watchdog", daemon=True)
@@ -82,7 +81,7 @@ class NcclCommunicator:
 
     def _watch(self) -> None:
         while not self._closing.wait(LOOK_AROUND_S):
-            age_s = max(group.oldest_age_s() for group in (self._step, self._urgent, self._bulk))
+            age_s = max(self._step.oldest_age_s(), self._bulk.oldest_age_s())
             if not self._settings.is_alive():
                 self._abort(PeerLost("this epoch was fenced"))
             elif age_s > self._settings.deadline_s:
@@ -93,7 +92,7 @@ class NcclCommunicator:
         self._failure = reason
         self._closing.set()
         logger.warning("nccl aborted epoch=%d reason=%s", self._settings.epoch, reason)
-        for watched in (self._step, self._urgent, self._bulk):
+        for watched in (self._step, self._bulk):
             watched.group.abort()
 
     def raise_if_lost(self) -> None:
@@ -109,21 +108,19 @@ class NcclCommunicator:
             self.raise_if_lost()
             raise PeerLost(f"NCCL: {error}") from error
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
-        watched = self._urgent if urgent else self._step
+    def all_reduce(self, tensor: Tensor) -> None:
         self.raise_if_lost()
-        self._wait(watched, watched.group.allreduce([tensor]))
+        self._wait(self._step, self._step.group.allreduce([tensor]))
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         self.raise_if_lost()
         return _NcclPending(self, self._step.begun(self._step.group.allreduce([tensor])))
 
-    def _swap(self, own: Tensor, *, urgent: bool = False) -> list[Tensor]:
+    def _swap(self, own: Tensor) -> list[Tensor]:
         """Gather equally long byte vectors."""
-        watched = self._urgent if urgent else self._step
         rows = torch.empty((self.size, own.numel()), dtype=own.dtype, device=own.device)
         self.raise_if_lost()
-        self._wait(watched, watched.group._allgather_base(rows.view(-1), own))
+        self._wait(self._step, self._step.group._allgather_base(rows.view(-1), own))
         return list(rows)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:

@@ -15,7 +15,7 @@ class SerialCommunicator:
     rank = 0
     size = 1
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         return
 
     def start_all_reduce(self, tensor: Tensor) -> Done:

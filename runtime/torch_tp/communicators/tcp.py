@@ -27,7 +27,7 @@ from runtime.torch_tp.communicators.shared_flags import sum_float
 from runtime.torch_tp.communicators.socket_exchange import ALL_DONE, CLOSED, swap_with_all
 from runtime.torch_tp.rendezvous import connect_store, listen, local_address_towards
 
-LANES = ("step", "urgent", "bulk")
+LANES = ("step", "bulk")
 PIECES_FROM_BYTES = 64 * 1024  # from here, three ranks and more exchange pieces instead of everything
 SWAP_UP_TO_BYTES = 4 * 1024 * 1024
 BULK_CHUNK_BYTES = 64 * 1024
@@ -255,7 +255,7 @@ class _Swap:
 
 
 class TcpCommunicator:
-    """The contract of `Communicator` over three meshes."""
+    """The contract of `Communicator` over two meshes."""
 
     def __init__(self, settings: GroupSettings, name: str = "tcp") -> None:
         if settings.store_address is None:
@@ -263,7 +263,7 @@ class TcpCommunicator:
         self.rank, self.size = settings.own_index, len(settings.members)
         try:
             store = connect_store(settings.store_address, settings.deadline_s)
-            self._step, self._urgent, self._bulk = connect_meshes(
+            self._step, self._bulk = connect_meshes(
                 store,
                 f"e{settings.epoch}/{name}",
                 local_address_towards(*settings.store_address),
@@ -274,18 +274,16 @@ class TcpCommunicator:
             )
         except OSError as error:
             raise PeerLost(str(error)) from error
-        self._step_swap, self._urgent_swap = _Swap(self._step), _Swap(self._urgent)
+        self._swap = _Swap(self._step)
         self._open: deque[_TcpSum] = deque()
         self._bulk_thread = BulkThread(settings.is_alive)
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
-        if not urgent:
-            self._finish_open()
-        swap, mesh = (self._urgent_swap, self._urgent) if urgent else (self._step_swap, self._step)
-        if swap.fits(tensor):
-            swap.sum(tensor)
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._finish_open()
+        if self._swap.fits(tensor):
+            self._swap.sum(tensor)
         else:
-            _TcpSum(mesh, tensor).complete()
+            _TcpSum(self._step, tensor).complete()
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         started = _TcpSum(self._step, tensor)
@@ -321,14 +319,13 @@ class TcpCommunicator:
         parts[self.rank] = own.clone()
         return parts
 
-    def swap(self, own: Tensor, *, urgent: bool = False) -> list[Tensor]:
+    def swap(self, own: Tensor) -> list[Tensor]:
         """Gather equally long byte vectors."""
-        at_once, mesh = (self._urgent_swap, self._urgent) if urgent else (self._step_swap, self._step)
-        if at_once.fits(own):
-            rows = torch.from_numpy(at_once.rows(own)[: own.nbytes * self.size].copy()).view(own.dtype).view(self.size, -1)
+        if self._swap.fits(own):
+            rows = torch.from_numpy(self._swap.rows(own)[: own.nbytes * self.size].copy()).view(own.dtype).view(self.size, -1)
             rows[self.rank] = own
             return list(rows)
-        return _TcpSwap(mesh, own).wait()
+        return _TcpSwap(self._step, own).wait()
 
     def start_swap(self, own: Tensor) -> PendingSwap:
         """Begin a gather of equally long byte vectors."""
@@ -368,7 +365,7 @@ class TcpCommunicator:
     def close(self) -> None:
         """Closed connections tell the peers."""
         self._bulk_thread.close()
-        for mesh in (self._step, self._urgent, self._bulk):
+        for mesh in (self._step, self._bulk):
             mesh.close()
 
 

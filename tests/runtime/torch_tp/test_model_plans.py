@@ -156,7 +156,7 @@ def test_a_failed_step_may_be_run_again(grouped):
     class Failing:
         calls = 0
 
-        def all_reduce(self, tensor, *, urgent=False):
+        def all_reduce(self, tensor):
             self.calls += 1
             if self.calls == 3:
                 raise RuntimeError("peer lost")
