@@ -28,7 +28,7 @@ def round_robin_allowed() -> bool:
 def _run(program: Callable[..., Any], options: dict[str, Any], answer: Connection, round_robin: bool) -> None:
     import torch
 
-    from runtime.torch_tp.rendezvous import die_with_parent
+    from runtime.torch_tp.parent_death import die_with_parent
 
     die_with_parent(os.getppid())  # a benchmark that is stopped leaves nobody spinning in a real-time class
     torch.set_num_threads(1)

@@ -61,7 +61,7 @@ class PlainGloo:
         prefix: Any = torch.distributed.PrefixStore
         self._group = gloo(prefix(name, connect_store(store_address, 30.0)), rank, size, options)
 
-    def all_reduce(self, tensor: torch.Tensor, *, urgent: bool = False) -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         self._group.allreduce([tensor]).wait()
 
 

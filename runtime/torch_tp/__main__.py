@@ -23,7 +23,8 @@ from envs.domain.requests import LATENCY_PARTS
 from runtime.torch_tp.answer_stream import AnswerStream
 from runtime.torch_tp.chat_template import ChatTemplateError
 from runtime.torch_tp.config import CheckpointError, read_config
-from runtime.torch_tp.engine import Engine, EngineSettings, Measured, request_for
+from runtime.torch_tp.engine import Engine, EngineSettings, request_for
+from runtime.torch_tp.measured import Measured
 from runtime.torch_tp.model_folder import model_folder
 from runtime.torch_tp.requests import GenerationRequest, Refused, RequestReport, SamplingSettings, TokenEvent
 from runtime.torch_tp.supervisor import GroupChange, GroupError, RankSettings

@@ -6,81 +6,19 @@ Everything a request needs to be begun again lies here as token ids, so that not
 
 from __future__ import annotations
 
-import math
-from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from envs.decision.length_estimator import LengthEstimator
-from envs.domain.requests import SERVICE_CLASSES
-from runtime.torch_tp.kv_ledger import KvLedger
-from runtime.torch_tp.prefix_index import PrefixIndex
+from runtime.torch_tp.batch import Batch
+from runtime.torch_tp.batcher_settings import BatcherSettings, Load
 from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent, TokenLogprobs
 from runtime.torch_tp.resident import HOST, PAUSE, Resident
 from runtime.torch_tp.step_pace import StepPace
-from runtime.torch_tp.steps import BROKEN_TOKEN, NewSlot, PrefixCopy, SliceCommand, SlotGrowth, SlotTokens, StepCommand, StepResult
+from runtime.torch_tp.steps import BROKEN_TOKEN, SlotTokens, StepCommand, StepResult
 from runtime.torch_tp.stop_strings import AnswerText, TokenText
 
-PASSING_MAX = 8  # so many of the queue are tried while its first does not fit
-
-
-@dataclass(frozen=True, slots=True)
-class BatcherSettings:
-    """Limits of one engine. Sizes in tokens, times in seconds.
-
-    kv_tokens_max: pool over all slots. slots_max: slots, running and retained; priority_slots of them only requests of priority > 0
-    may take. queue_limit: requests that may wait. chunk_tokens_*: prompt tokens per step. decode_steps_max: passes per message;
-    burst_s: such a run should not take longer. growth_tokens: KV is reserved in such portions beyond what a request is expected to
-    need. head_start_s: one level of priority is worth so long a wait. starve_after_s: a request that waited longer lets nobody pass
-    and may displace later ones. preemptions_max: after so many a request is no more displaced. limit_headroom: share of the TPOT
-    limit that a step may take; step_s_max: nor longer than that while only prompts are computed. retains_prefixes: keep the KV of
-    finished requests while there is room.
-    """
-
-    context_tokens: int
-    kv_tokens_max: int
-    slots_max: int = 32
-    vocabulary: int | None = None
-    eos_ids: tuple[int, ...] = ()
-    priority_slots: int = 1
-    queue_limit: int = 256
-    chunk_tokens_max: int = 512
-    chunk_tokens_min: int = 16
-    decode_steps_max: int = 8
-    burst_s: float = 0.05
-    growth_tokens: int = 64
-    block_tokens: int = 16
-    head_start_s: float = 2.0
-    starve_after_s: float = 4.0
-    preemptions_max: int = 4
-    limit_headroom: float = 0.8
-    step_s_max: float = 0.5
-    retains_prefixes: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("context_tokens", "slots_max", "queue_limit", "chunk_tokens_min", "decode_steps_max", "growth_tokens", "block_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"BatcherSettings: {name}={getattr(self, name)} must be at least 1")
-        if self.chunk_tokens_max < self.chunk_tokens_min:
-            raise ValueError(f"BatcherSettings: chunk_tokens_max={self.chunk_tokens_max} is below chunk_tokens_min={self.chunk_tokens_min}")
-
-    @property
-    def request_tokens_max(self) -> int:
-        """Prompt plus answer of the largest request that can be served (K10)."""
-        return min(self.context_tokens, self.kv_tokens_max)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How busy the engine is; tokens count against kv_tokens_max. prefill_backlog_tokens: waiting and running."""
-
-    waiting: int
-    running: int
-    decoding: int
-    kv_tokens_running: int
-    kv_tokens_retained: int
-    prefill_backlog_tokens: int
-    oldest_wait_s: float
+__all__ = ["Batcher", "BatcherSettings", "Load"]
 
 
 class Batcher:
@@ -103,65 +41,35 @@ class Batcher:
         self.settings = settings
         self.pace = pace or StepPace()
         self.lengths = lengths or LengthEstimator()
-        self.plan_version = plan_version
-        self.prefix_queries = 0
-        self.prefix_hit_tokens = 0
-        self.preemptions = 0
         self._make_text = make_text
-        self._ledger = KvLedger(settings.slots_max, settings.kv_tokens_max)
-        self._index = PrefixIndex(settings.block_tokens)
+        self._batch = Batch(settings, self.pace, self.lengths, plan_version)
         self._residents: dict[str, Resident] = {}
-        self._waiting: list[Resident] = []  # by key
-        self._running: dict[int, Resident] = {}  # by slot
-        self._slot_versions: dict[int, int] = {}  # plan version of every running or retained slot
         self._events: list[TokenEvent] = []
         self._in_flight: StepCommand | None = None
-        self._submitted = 0
-        self._finished = 0
         self._step = 0
-        self._calm_steps = 0  # steps since the batch last changed
-        self._tried_after = (0, 0, 0)  # what had happened when others last tried to pass the first of the queue
-        # what the next command will order, beside its slices
-        self._releases: list[int] = []
-        self._new_slots: dict[int, NewSlot] = {}
-        self._growths: dict[int, int] = {}
-        self._copies: list[PrefixCopy] = []
-        self._expected_remaining(0, 0)  # compiled now, not under the first request
+        self.lengths.expected_remaining(0, 0)  # compiled now, not under the first request
 
     # --- callers ------------------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, now_s: float) -> None:
         """Take a request in. Raises: Refused, with the limit that it would break."""
         self._check_acceptable(request, now_s)
-        decoder = self._make_text() if self._make_text else None
-        stop_ids = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else frozenset(self.settings.eos_ids))
-        key = (now_s - request.priority * self.settings.head_start_s, self._submitted)
-        text = AnswerText(decoder, request.stop_strings)
-        text.follow(request.answer)
+        settings = self.settings
+        text = AnswerText(self._make_text() if self._make_text else None, request.stop_strings)
+        stop_ids = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else frozenset(settings.eos_ids))
+        key = (now_s - request.priority * settings.head_start_s, self._batch.entered)
         resident = Resident(request, key, text, stop_ids, now_s)
-        self._submitted += 1
         self._residents[request.request_id] = resident
-        self._enqueue(resident)
+        self._batch.enter(resident)
 
     def _check_acceptable(self, request: GenerationRequest, now_s: float) -> None:
-        settings = self.settings
         if request.request_id in self._residents:
             raise Refused("duplicate", f"request {request.request_id!r} is still being served; give every request an id of its own")
-        if request.tokens_needed > settings.request_tokens_max:
-            raise Refused(
-                "too_long",
-                f"{len(request.prompt)} prompt tokens + max_tokens {request.max_tokens} = {request.tokens_needed} exceed "
-                f"{settings.request_tokens_max} (context {settings.context_tokens}, KV pool {settings.kv_tokens_max} tokens)",
-            )
-        largest = max(request.prompt + request.answer)
-        if settings.vocabulary is not None and largest >= settings.vocabulary:
-            raise Refused("invalid", f"token id {largest} in the prompt; the model has {settings.vocabulary} ids from 0")
-        if request.stop_strings and self._make_text is None:
-            raise Refused("invalid", "stop strings need a tokenizer, and the engine was started without one; use stop_ids")
+        self.settings.check(request, has_text=self._make_text is not None)
         if request.deadline_s is not None and request.deadline_s <= now_s:
             raise Refused("deadline_passed", f"the deadline passed {now_s - request.deadline_s:.3f} s ago")
-        if len(self._waiting) >= settings.queue_limit:
-            raise Refused("queue_full", f"{len(self._waiting)} requests are waiting already; try again later")
+        if len(self._batch.waiting) >= self.settings.queue_limit:
+            raise Refused("queue_full", f"{len(self._batch.waiting)} requests are waiting already; try again later")
 
     def cancel(self, request_id: str, now_s: float) -> bool:
         """End a request; its KV is free for the very next step. False where no such request is being served."""
@@ -206,37 +114,34 @@ class Batcher:
         if self._in_flight is not None:
             raise RuntimeError(f"step {self._in_flight.step} is still in flight; apply its result or report its KV lost")
         self._expire(now_s)
-        self._admit(now_s)
-        slices, decode_steps = self._compose(now_s)
+        self._batch.admit(now_s)
+        slices, decode_steps = self._batch.next_slices(now_s)
         if not self._residents:
             self.check()
-        if not (slices or self._releases):
+        if not (slices or self._batch.pool.has_releases):
             return None
         self._step += 1
-        command = StepCommand(
-            step=self._step,
-            slices=tuple(slices),
-            decode_steps=decode_steps,
-            new_slots=tuple(self._new_slots.values()),
-            releases=tuple(self._releases),
-            growths=tuple(SlotGrowth(slot, tokens) for slot, tokens in self._growths.items()),
-            prefix_copies=tuple(self._copies),
-        )
-        self._clear_orders()
+        command = StepCommand(self._step, tuple(slices), decode_steps, **self._batch.pool.take_orders())
         self._in_flight = command
         return command
+
+    def _expire(self, now_s: float) -> None:
+        for resident in list(self._residents.values()):
+            deadline_s = resident.request.deadline_s
+            if deadline_s is not None and deadline_s <= now_s:
+                self._end(resident, "deadline", now_s, detail=f"not done {deadline_s - resident.arrival_s:.3f} s after it was submitted")
 
     def apply(self, result: StepResult, now_s: float) -> list[TokenEvent]:
         """Take in what a step brought; returns the events due, oldest first. A result of any other step than the last is dropped."""
         command = self._in_flight
         if command is None or command.step != result.step:
             return self.drain_events()
-        tokens_of = self._tokens_by_slot(command, result)
+        tokens_of = command.tokens_by_slot(result)
         self._in_flight = None
-        self._learn_pace(command, result)
+        self.pace.learn(command, result)
         slowest = max(result.timings, key=lambda timings: timings.busy_s, default=None)
         parts = {part.slot: part for part in command.slices}
-        for slot, resident in list(self._running.items()):
+        for slot, resident in list(self._batch.running.items()):
             part = parts.get(slot)
             took_part = part is not None and part.request_id == resident.request_id
             is_redone = part is not None and part.start < resident.redo_below
@@ -248,7 +153,7 @@ class Batcher:
             else:
                 resident.computed = part.start + len(part.tokens)
             if resident.slot is not None:
-                self._index.put(slot, resident.plan_version, resident.ids, resident.computed)
+                self._batch.pool.holds(slot, resident.ids, resident.computed)
         return self.drain_events()
 
     def lost_kv(self, slots: Iterable[int] | None = None, now_s: float | None = None, *, pause_began_s: float | None = None) -> None:
@@ -259,27 +164,14 @@ class Batcher:
         """
         if slots is not None and self._in_flight is not None:
             raise ValueError(f"lost_kv: step {self._in_flight.step} is in flight; with it every slot is lost, pass slots=None")
-        gone = set(self._slot_versions) if slots is None else set(slots)
         if pause_began_s is not None and now_s is not None:
             self.note_pause(pause_began_s, now_s)
         self._in_flight = None
-        for slot in sorted(gone & set(self._slot_versions)):
-            self._index.drop(slot)
-            self._ledger.release(slot)
-            self._slot_versions.pop(slot)
-            resident = self._running.pop(slot, None)
-            if resident is not None:
-                resident.recoveries += 1
-                self._begin_again(resident, now_s)
-        if slots is None:
-            self._clear_orders()
-        else:
-            self._releases = [slot for slot in self._releases if slot not in gone]
-        self._calm_steps = 0
+        self._batch.lose(slots, now_s)
 
     def note_pause(self, began_s: float, ended_s: float) -> None:
         """Nothing ran between these times: a re-split, a recovery. A step in flight came to nothing: its time counts too."""
-        for resident in self._running.values():
+        for resident in self._batch.running.values():
             resident.spend_until(began_s, HOST if self._in_flight is None else PAUSE)
             resident.spend_until(ended_s, PAUSE)
 
@@ -287,45 +179,35 @@ class Batcher:
 
     def use_plan(self, version: int) -> None:
         """Requests admitted from now on use this plan; those running keep theirs."""
-        self.plan_version = version
+        self._batch.plan_version = version
 
     def slots_of_plan(self, version: int) -> tuple[int, ...]:
         """Slots whose KV lies by the head ranges of this plan, running and retained."""
-        return tuple(sorted(slot for slot, held in self._slot_versions.items() if held == version))
+        return self._batch.pool.of_plan(version)
 
     def live_versions(self) -> tuple[int, ...]:
         """Plan versions in use, ascending."""
-        return tuple(sorted({self.plan_version, *self._slot_versions.values()}))
+        return tuple(sorted({self._batch.plan_version, *self._batch.pool.versions}))
 
     def moved_kv(self, slots: Iterable[int], version: int) -> None:
         """The ranks moved the KV of these slots to the head ranges of another plan; nothing else about them changed."""
-        for slot in slots:
-            if slot not in self._slot_versions:
-                continue
-            self._slot_versions[slot] = version
-            self._index.rebind(slot, version)
-            if slot in self._running:
-                self._running[slot].plan_version = version
+        self._batch.move(slots, version)
 
-    def drop_retained(self, version: int | None = None) -> None:
-        """Give up KV kept for reuse: of one plan version, or (None) all of it."""
-        for slot in self._ledger.retained:
-            if version is None or self._slot_versions[slot] == version:
-                self._evict(slot)
-
-    def resize_pool(self, kv_tokens_max: int, now_s: float) -> None:
-        """The ranks can hold more or less KV than before. Requests that no longer fit at all end with an error that says so."""
-        self.settings = replace(self.settings, kv_tokens_max=kv_tokens_max)
-        for resident in list(self._residents.values()):
-            if resident.request.tokens_needed > kv_tokens_max:
-                detail = f"{resident.request.tokens_needed} tokens no longer fit the KV pool of {kv_tokens_max}"
-                self._end(resident, "error", now_s, detail=detail)
-        self._ledger.resize(kv_tokens_max)
-        while self._ledger.tokens_free < 0:
-            if not self._evict_oldest(frozenset()):
-                self._preempt(max(self._running.values(), key=lambda s: s.key), now_s)
+    def drop_retained(self) -> None:
+        """Give up KV kept for reuse."""
+        self._batch.pool.drop_retained()
 
     # --- views --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Tokens whose KV requests found in slots of others, so far."""
+        return self._batch.prefix_hit_tokens
+
+    @property
+    def preemptions(self) -> int:
+        """Running requests that others displaced, so far."""
+        return self._batch.preemptions
 
     @property
     def request_ids(self) -> set[str]:
@@ -336,350 +218,25 @@ class Batcher:
     def is_idle(self) -> bool:
         return not self._residents
 
-    @property
-    def in_flight(self) -> StepCommand | None:
-        return self._in_flight
-
     def load(self, now_s: float) -> Load:
-        running = self._running.values()
+        batch = self._batch
         return Load(
-            waiting=len(self._waiting),
-            running=len(self._running),
-            decoding=sum(1 for s in running if s.pending == 1),
-            kv_tokens_running=self._ledger.tokens_running,
-            kv_tokens_retained=self.settings.kv_tokens_max - self._ledger.tokens_free - self._ledger.tokens_running,
-            prefill_backlog_tokens=sum(s.pending for s in self._residents.values() if s.pending > 1),
-            oldest_wait_s=max((now_s - s.queued_s for s in self._waiting), default=0.0),
+            waiting=len(batch.waiting),
+            running=len(batch.running),
+            decoding=sum(1 for resident in batch.running.values() if resident.pending == 1),
+            kv_tokens_running=batch.pool.ledger.tokens_running,
+            kv_tokens_retained=batch.pool.ledger.tokens_retained,
+            prefill_backlog_tokens=sum(resident.pending for resident in self._residents.values() if resident.pending > 1),
+            oldest_wait_s=max((now_s - resident.queued_s for resident in batch.waiting), default=0.0),
         )
 
     def check(self) -> None:
         """Raise AssertionError unless everything is conserved: slots, KV tokens, requests, answer tokens."""
-        self._ledger.check()
-        assert self._ledger.running == set(self._running), "running slots and running requests differ"
-        assert set(self._slot_versions) == set(self._running) | set(self._ledger.retained), "a slot without a plan version"
-        waiting = {s.request_id for s in self._waiting}
-        running = {s.request_id for s in self._running.values()}
-        assert len(waiting) == len(self._waiting) and not waiting & running, "a request waits twice, or waits and runs"
-        assert waiting | running == set(self._residents), "a request neither waits nor runs"
-        assert self._submitted == self._finished + len(self._residents), "a request ended twice or never"
-        assert self._waiting == sorted(self._waiting, key=lambda s: s.key), "the queue is out of order"
-        for slot, resident in self._running.items():
-            assert resident.slot == slot and 0 <= resident.computed < len(resident.ids), f"slot {slot}: KV beyond the ids"
-            assert resident.computed <= self._ledger.reserved(slot), f"slot {slot}: more KV than was reserved"
-            assert resident.plan_version == self._slot_versions[slot], f"slot {slot}: two plan versions"
-
-    # --- admission ----------------------------------------------------------------------------------------------------------
-
-    def _enqueue(self, resident: Resident) -> None:
-        insort(self._waiting, resident, key=lambda s: s.key)
-
-    def _expire(self, now_s: float) -> None:
-        for resident in list(self._residents.values()):
-            deadline_s = resident.request.deadline_s
-            if deadline_s is not None and deadline_s <= now_s:
-                self._end(resident, "deadline", now_s, detail=f"not done {deadline_s - resident.arrival_s:.3f} s after it was submitted")
-
-    def _admit(self, now_s: float) -> None:
-        """Let waiting requests in by their keys. While the first does not fit, later ones may pass it, unless it starves."""
-        while self._waiting:
-            head = self._waiting[0]
-            if self._try_admit(head, now_s) or self._displace_for(head, now_s):
-                continue
-            changes = (self._submitted, self._finished, self.preemptions)  # room comes with one of these
-            if now_s - head.queued_s < self.settings.starve_after_s and changes != self._tried_after:
-                for resident in self._waiting[1 : 1 + PASSING_MAX]:
-                    self._try_admit(resident, now_s)
-                self._tried_after = changes
-            return
-
-    def _try_admit(self, resident: Resident, now_s: float) -> bool:
-        if not self._batch_has_room(resident):
-            return False
-        tokens = self._tokens_to_reserve(resident)
-        hit = self._index.longest(resident.ids, self.plan_version)
-        slot = self._slot_with_prefix(hit, tokens) if hit else None
-        if slot is None:
-            hit = None
-            if not self._make_room(tokens, needs_slot=True):
-                return False
-            slot = self._ledger.take(tokens)
-        self._start(resident, slot, hit, now_s)
-        return True
-
-    def _batch_has_room(self, resident: Resident, displaced: int = 0) -> bool:
-        """One more row must leave every step inside the TPOT limits, and the priority slots to those with priority.
-
-        displaced: running requests that would go.
-        """
-        rows = len(self._running) - displaced + 1
-        if rows == 1:
-            return True
-        reserved_slots = 0 if resident.request.priority > 0 else min(self.settings.priority_slots, self.settings.slots_max - 1)
-        if not self._ledger.has_room_beyond(reserved_slots - displaced):
-            return False
-        limit_s = min(self._tpot_limit_s(self._running.values()), self._tpot_limit_s([resident]))
-        return rows <= self.pace.rows_within(limit_s) + (resident.request.priority > 0)
-
-    def _tokens_to_reserve(self, resident: Resident) -> int:
-        """Room for what it has and what its class is expected to add; for one displaced before, all it may ever need."""
-        whole = resident.request.tokens_needed
-        if resident.preemptions:
-            return whole
-        expected = math.ceil(self._expected_remaining(resident.request.class_index, resident.output_tokens))
-        portion = self.settings.growth_tokens
-        return min(whole, len(resident.ids) + -(-expected // portion) * portion)
-
-    def _expected_remaining(self, class_index: int, generated: int) -> float:
-        return float(self.lengths.expected_remaining(class_index, generated))
-
-    def _slot_with_prefix(self, hit: tuple[int, int], tokens: int) -> int | None:
-        """A slot with room for `tokens` that starts with the hit: a retained source that offers little beyond it is taken over,
-        any other copied, if there is room beside it."""
-        source, _ = hit
-        is_retained = source not in self._running
-        pinned = frozenset([source])
-        more = max(0, tokens - self._ledger.reserved(source))
-        offers_more = self._index.computed(source) > hit[1] * 4 // 3 if is_retained else True
-        if offers_more and self._make_room(tokens, needs_slot=True, pinned=pinned):
-            self._ledger.touch(source)
-            return self._ledger.take(tokens)
-        if is_retained and source not in self._pinned() and self._make_room(more, needs_slot=False, pinned=pinned):
-            self._ledger.take_over(source, tokens)
-            return source
-        return None
-
-    def _start(self, resident: Resident, slot: int, hit: tuple[int, int] | None, now_s: float) -> None:
-        request = resident.request
-        self._waiting.remove(resident)
-        self._running[slot] = resident
-        resident.slot, resident.plan_version, resident.computed = slot, self.plan_version, 0
-        resident.admitted(now_s)
-        self.prefix_queries += 1
-        keeps = 0
-        if hit is not None:
-            source, resident.computed = hit
-            self.prefix_hit_tokens += resident.computed
-            resident.hit_tokens = max(resident.hit_tokens, min(resident.computed, len(request.prompt)))
-            if source == slot:
-                keeps = resident.computed
-                self._index.drop(slot)
-            else:
-                self._copies.append(PrefixCopy(source, slot, resident.computed))
-        self._slot_versions[slot] = self.plan_version
-        counts = request.sampling.counts_tokens
-        self._new_slots[slot] = NewSlot(
-            slot=slot,
-            request_id=request.request_id,
-            plan_version=self.plan_version,
-            tokens_max=self._ledger.reserved(slot),
-            seed=request.seed,
-            sampling=request.sampling,
-            keeps_tokens=keeps,
-            prompt=request.prompt if counts else (),
-            output=tuple(resident.ids[len(request.prompt) :]) if counts else (),
-            stop_ids=tuple(sorted(resident.stop_ids)),
-            stop_from=len(request.prompt) + request.min_tokens if request.min_tokens else 0,
-            logprobs=request.logprobs,
-        )
-        self._calm_steps = 0
-
-    # --- making room --------------------------------------------------------------------------------------------------------
-
-    def _pinned(self) -> frozenset[int]:
-        """Slots that the next command copies from: they must live until it is carried out."""
-        return frozenset(copy.source for copy in self._copies)
-
-    def _make_room(self, tokens: int, *, needs_slot: bool, pinned: frozenset[int] = frozenset()) -> bool:
-        """Evict retained slots, least recently used first, until it fits; nothing is evicted where that would not be enough."""
-        pinned = pinned | self._pinned()
-        if not self._ledger.could_fit(tokens, needs_slot, pinned):
-            return False
-        while not self._ledger.fits(tokens, needs_slot):
-            self._evict_oldest(pinned)
-        return True
-
-    def _evict_oldest(self, pinned: frozenset[int]) -> bool:
-        slot = next((slot for slot in self._ledger.retained if slot not in pinned), None)
-        if slot is not None:
-            self._evict(slot)
-        return slot is not None
-
-    def _evict(self, slot: int) -> None:
-        """Free a slot here and, with the next command, at the ranks."""
-        self._index.drop(slot)
-        self._ledger.release(slot)
-        self._slot_versions.pop(slot)
-        new = self._new_slots.pop(slot, None)
-        self._growths.pop(slot, None)
-        self._copies = [copy for copy in self._copies if copy.target != slot]
-        if new is None or new.keeps_tokens:  # the ranks have it
-            self._releases.append(slot)
-
-    def _may_displace(self, victim: Resident, for_: Resident) -> bool:
-        return victim.key > for_.key and victim.preemptions < self.settings.preemptions_max and victim.slot not in self._pinned()
-
-    def _victims(self, for_: Resident) -> list[Resident]:
-        """Running requests that `for_` may displace, the latest first."""
-        return sorted((s for s in self._running.values() if self._may_displace(s, for_)), key=lambda s: s.key, reverse=True)
-
-    def _displace_for(self, head: Resident, now_s: float) -> bool:
-        """Let the first of the queue in at the cost of later ones: at once those of lower priority, any once it starves."""
-        starves = now_s - head.queued_s >= self.settings.starve_after_s
-        victims = [s for s in self._victims(head) if starves or s.request.priority < head.request.priority]
-        if not victims:
-            return False
-        wanted, pinned = self._tokens_to_reserve(head), self._pinned()
-        chosen: list[Resident] = []
-        gained = 0
-        for victim in victims:
-            chosen.append(victim)
-            assert victim.slot is not None
-            gained += self._ledger.reserved(victim.slot)
-            fits = self._ledger.could_fit(wanted - gained, needs_slot=False, pinned=pinned)
-            if fits and self._batch_has_room(head, displaced=len(chosen)):
-                break
-        else:
-            return False
-        for victim in chosen:
-            self._preempt(victim, now_s)
-        return self._try_admit(head, now_s)
-
-    def _preempt(self, resident: Resident, now_s: float) -> None:
-        """Take a running request off; it keeps its place in the queue and is computed again from its ids."""
-        assert resident.slot is not None
-        slot = resident.slot
-        del self._running[slot]
-        self._evict(slot)
-        resident.preemptions += 1
-        self.preemptions += 1
-        self._begin_again(resident, now_s)
-
-    def _begin_again(self, resident: Resident, now_s: float | None) -> None:
-        resident.redo_below = max(resident.redo_below, resident.computed)
-        resident.recomputed += resident.computed
-        resident.slot, resident.computed = None, 0
-        resident.queued_s = resident.queued_s if now_s is None else now_s
-        self._enqueue(resident)
-        self._calm_steps = 0
-
-    def _secure(self, resident: Resident, tokens: int, now_s: float) -> bool:
-        """Room for `tokens` in the request's slot: from the pool, from retained slots, from later requests, or not at all.
-
-        A request that finds no room goes back to the queue itself; let in again, it gets all it may need, so it comes here once.
-        """
-        slot = resident.slot
-        assert slot is not None
-        reserved = self._ledger.reserved(slot)
-        if tokens <= reserved:
-            return True
-        wanted = min(resident.request.tokens_needed, tokens + self.settings.growth_tokens)
-        for target in (wanted, tokens):
-            if self._make_room(target - reserved, needs_slot=False, pinned=frozenset([slot])):
-                self._grow(slot, target)
-                return True
-        for victim in self._victims(resident):
-            self._preempt(victim, now_s)
-            if self._make_room(tokens - reserved, needs_slot=False, pinned=frozenset([slot])):
-                self._grow(slot, tokens)
-                return True
-        if slot not in self._pinned():
-            self._preempt(resident, now_s)
-        return False
-
-    def _grow(self, slot: int, tokens: int) -> None:
-        self._ledger.grow(slot, tokens)
-        self._growths[slot] = self._ledger.reserved(slot)
-
-    # --- one step -----------------------------------------------------------------------------------------------------------
-
-    def _compose(self, now_s: float) -> tuple[list[SliceCommand], int]:
-        """Slices of the next step by key, and how many passes it may run."""
-        order = sorted(self._running.values(), key=lambda s: s.key)
-        decoding = [s for s in order if s.pending == 1]
-        is_calm = len(decoding) == len(order)  # no prompt to compute
-        chunk = 0 if is_calm else self._chunk_tokens(order, len(decoding), now_s)
-        passes = self._decode_steps(decoding) if is_calm else 1
-        slices: list[SliceCommand] = []
-        for resident in order:
-            if resident.slot is None:  # displaced while room was made for an earlier one
-                continue
-            is_decoding = resident.pending == 1
-            count = 1 if is_decoding else min(resident.pending, chunk)
-            if count < 1 or not self._secure(resident, resident.computed + count + passes - 1, now_s):
-                continue
-            chunk -= 0 if is_decoding else count
-            slices.append(self._slice(resident, count))
-        self._calm_steps += 1
-        return slices, passes
-
-    def _slice(self, resident: Resident, count: int) -> SliceCommand:
-        assert resident.slot is not None
-        end = resident.computed + count
-        tokens = tuple(resident.ids[resident.computed : end])
-        return SliceCommand(
-            resident.slot, resident.request_id, resident.plan_version, tokens, resident.computed, wants_sample=end == len(resident.ids)
-        )
-
-    def _decode_steps(self, decoding: Sequence[Resident]) -> int:
-        """Passes without asking: 1 after any change, then twice as many each time, within burst_s and the nearest token limit.
-
-        Requests may be waiting: they have just been tried, and room only comes with an end. Ranks break off at a stop id by
-        themselves, token limits are known here, and what else may happen (an arrival, a cancellation) waits burst_s at most.
-        """
-        if not decoding:
-            return 1
-        affordable = int(self.settings.burst_s / self.pace.step_s(len(decoding)))
-        near = min(s.tokens_left for s in decoding)
-        growing = 1 << min(self._calm_steps, 16)
-        return max(1, min(self.settings.decode_steps_max, growing, affordable, near))
-
-    def _tpot_limit_s(self, residents: Iterable[Resident]) -> float:
-        """Longest step that the strictest of these classes allows. Where one row alone takes longer than that, the limit is
-        multiplied by the smallest whole number that makes it possible, as DESIGN section 8 does for whole worlds."""
-        limit_s = min(SERVICE_CLASSES[s.request.class_index].tpot_limit_s for s in residents) * self.settings.limit_headroom
-        return limit_s * math.ceil(self.pace.step_s(1) / limit_s)
-
-    def _chunk_tokens(self, order: Sequence[Resident], rows: int, now_s: float) -> int:
-        """Prompt tokens of the next step. Nobody decodes: as many as fit step_s_max. Otherwise the more, the more pressing the
-        prompts are, from half a decode step's worth up to the TPOT limit of those running."""
-        settings = self.settings
-        step_s = self.pace.step_s(rows)
-        target_s = settings.step_s_max
-        if rows:
-            spare_s = self._tpot_limit_s(order) - step_s
-            target_s = max(1.5 * step_s, step_s + self._pressure(order, now_s) * spare_s)
-        return min(settings.chunk_tokens_max, max(settings.chunk_tokens_min, self.pace.tokens_within(rows, target_s)))
-
-    def _pressure(self, order: Sequence[Resident], now_s: float) -> float:
-        """0 to 1: share of the time left to the TTFT limits that the prompts still to be computed need at full speed."""
-        ahead_s, pressure = 0.0, 0.0
-        for resident in [s for s in order if s.pending > 1] + self._waiting:
-            ahead_s += resident.pending * self.pace.token_s
-            limit_s = SERVICE_CLASSES[resident.request.class_index].ttft_limit_s(len(resident.request.prompt))
-            left_s = resident.arrival_s + limit_s - now_s
-            pressure = max(pressure, ahead_s / left_s if left_s > ahead_s else 1.0)
-        return pressure
+        self._batch.check()
+        known = {resident.request_id for resident in (*self._batch.waiting, *self._batch.running.values())}
+        assert known == set(self._residents), "a request neither waits nor runs"
 
     # --- what a step brought ------------------------------------------------------------------------------------------------
-
-    def _tokens_by_slot(self, command: StepCommand, result: StepResult) -> dict[int, SlotTokens]:
-        """Raises: ValueError when the result does not fit the command; the ranks are then not to be believed."""
-        tokens_of = {item.slot: item for item in result.tokens}
-        counts = {len(item.tokens) for item in result.tokens}
-        expected = command.sampled_slots
-        if set(tokens_of) != set(expected) or len(counts) > 1 or not counts <= set(range(1, command.decode_steps + 1)):
-            raise ValueError(
-                f"step {command.step}: tokens for slots {sorted(tokens_of)}, counts {sorted(counts)}; "
-                f"expected slots {sorted(expected)} with equally many, 1 to {command.decode_steps}"
-            )
-        return tokens_of
-
-    def _learn_pace(self, command: StepCommand, result: StepResult) -> None:
-        if not command.slices:
-            return
-        rows = sum(1 for part in command.slices if len(part.tokens) == 1)
-        prefill = sum(len(part.tokens) for part in command.slices if len(part.tokens) > 1)
-        self.pace.observe(rows, prefill, (result.ended_s - result.began_s) / result.passes)
 
     def _take_tokens(self, resident: Resident, got: SlotTokens, now_s: float) -> None:
         """Append tokens up to the end of the answer; a run may have gone on beyond it."""
@@ -688,36 +245,21 @@ class Batcher:
             if token == BROKEN_TOKEN:
                 self._end(resident, "error", now_s, detail="the model's output is not finite for this request")
                 return
-            resident.ids.append(token)
-            resident.got_token(now_s)
             logprobs = got.logprobs[place] if got.logprobs else None
             if self._take_token(resident, token, logprobs, before + len(got.tokens) - 1, now_s):
                 return
         resident.computed = len(resident.ids) - 1
 
     def _take_token(self, resident: Resident, token: int, logprobs: TokenLogprobs | None, computed: int, now_s: float) -> bool:
-        """One token into text and event; True when it was the last. computed: KV that the ranks hold by now."""
-        request, text = resident.request, resident.text
-        can_stop = resident.output_tokens > request.min_tokens
-        stop: int | str | None = None
-        if token in resident.stop_ids and can_stop:
-            stop, shown = token, text.finish()
-        else:
-            shown = text.push(token, can_stop)
-            stop = text.matched
-        reason = "stop" if stop is not None else "length" if resident.tokens_left == 0 else None
-        if reason == "length":
-            shown += text.finish()
-            stop = text.matched
-            reason = "stop" if stop is not None else reason
-        index = resident.output_tokens - 1
-        report = None
+        """One token into an event; True when it was the last. computed: KV that the ranks hold by now."""
+        shown, reason, stop = resident.take(token, now_s)
+        index, report = resident.output_tokens - 1, None
         if reason is not None:
             resident.computed = min(computed, len(resident.ids))
             report = resident.report(now_s)
-            self.lengths.observe(request.class_index, resident.output_tokens)
+            self.lengths.observe(resident.request.class_index, resident.output_tokens)
             self._forget(resident, retain=True)
-        self._events.append(TokenEvent(request.request_id, index, token, shown, logprobs, reason, stop, report=report))
+        self._events.append(TokenEvent(resident.request_id, index, token, shown, logprobs, reason, stop, report=report))
         return reason is not None
 
     def _end(self, resident: Resident, reason: str, now_s: float, detail: str = "") -> None:
@@ -729,21 +271,6 @@ class Batcher:
         self._events.append(event)
 
     def _forget(self, resident: Resident, *, retain: bool) -> None:
-        """The request is over: out of every list, its slot kept for reuse or freed."""
+        """The request is over."""
         del self._residents[resident.request_id]
-        self._finished += 1
-        self._calm_steps = 0
-        slot = resident.slot
-        if slot is None:
-            self._waiting.remove(resident)
-            return
-        del self._running[slot]
-        if retain and self.settings.retains_prefixes and resident.computed >= self.settings.block_tokens:
-            self._index.put(slot, resident.plan_version, resident.ids, resident.computed)
-            self._ledger.retain(slot)
-        else:
-            self._evict(slot)
-        resident.slot = None
-
-    def _clear_orders(self) -> None:
-        self._releases, self._new_slots, self._growths, self._copies = [], {}, {}, []
+        self._batch.leave(resident, retain=retain)

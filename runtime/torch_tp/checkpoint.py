@@ -46,9 +46,6 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no tensor {name!r}")
         return self._files[name].tensor(name)
 
-    def has(self, name: str) -> bool:
-        return name in self._files
-
     @property
     def output_head(self) -> Tensor:
         """(vocabulary, hidden): the matrix that turns hidden states into logits."""

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,14 @@ from envs.domain.plans import LayerPlans
 from runtime.torch_tp.answer_stream import AnswerStream
 from runtime.torch_tp.batcher import Batcher, BatcherSettings, Load
 from runtime.torch_tp.config import ModelConfig, read_config
+from runtime.torch_tp.measured import Measured, Totals
 from runtime.torch_tp.model_folder import model_folder
 from runtime.torch_tp.nursery import Nursery
+from runtime.torch_tp.plan_changes import PlanChanges
 from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent
-from runtime.torch_tp.resplit import MovePrice, Slide, SlideState, pays
-from runtime.torch_tp.steps import RankTimings, StepCommand, StepResult
-from runtime.torch_tp.supervisor import GroupChange, GroupError, GroupGone, GroupRebuilt, RankSettings, Supervisor, SupervisorSettings
+from runtime.torch_tp.resplit import SlideStep
+from runtime.torch_tp.steps import StepCommand
+from runtime.torch_tp.supervisor import GroupChange, GroupGone, GroupRebuilt, RankSettings, Supervisor, SupervisorSettings
 from runtime.torch_tp.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -63,21 +64,6 @@ class EngineSettings:
     supervisor: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What the engine did so far. ranks: per worker id, times summed over all steps (s). step_s: wall time of all steps."""
-
-    steps: int
-    passes: int
-    tokens: int
-    step_s: float
-    ranks: tuple[RankTimings, ...]
-    rebuilds: int
-    slides: int
-    preemptions: int
-    prefix_hit_tokens: int
-
-
 class Engine:
     """Serves one model. `submit`, `cancel` and the rest may be called from any thread. Use as a context manager, or `close` it."""
 
@@ -94,13 +80,15 @@ class Engine:
         self.tokenizer = tokenizer
         self.settings = settings
         self.changes: deque[GroupChange] = deque(maxlen=CHANGES_KEPT)
-        self._to_revive: deque[int] = deque()
         self._make_supervisor = make_supervisor
         self._rebuilds = -1  # the first group is none
         self._restarts_in_a_row = 0
         self._void_in_a_row = 0
         self._proven: set[str] = set()  # requests that got a token in a step that came to its end
         self._nursery = nursery
+        self._plan_changes = PlanChanges(
+            revives=settings.revives, corrects=settings.corrects_split, correct_every_s=settings.correct_every_s, on_step=self._moved
+        )
         self.supervisor = make_supervisor(self._note_change)
         self.supervisor.start()
         limits: dict[str, Any] = {
@@ -117,17 +105,9 @@ class Engine:
         self._lock = threading.Lock()  # over batcher and streams; never held while a rank is asked
         self._wake = threading.Condition(self._lock)
         self._streams: dict[str, AnswerStream] = {}
-        self._wishes: deque[tuple[Sequence[float] | None, Future[LayerPlans]]] = deque()
-        self._slide: Slide | None = None
-        self._slide_told: Future[LayerPlans] | None = None
-        self._shares: dict[int, float] | None = None  # by worker, where the caller chose
-        self._price = MovePrice()
-        self._corrected_s = time.monotonic()
         self._is_closing = False
         self._gone: str | None = None
-        self._totals: dict[int, RankTimings] = {}
-        self._steps = self._passes = self._tokens = self._slides = 0
-        self._step_s = 0.0
+        self._totals = Totals()
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
 
@@ -213,11 +193,10 @@ class Engine:
 
         Returns the plan in force. Raises: GroupError when it could not be done (a rank was lost meanwhile, no room), TimeoutError.
         """
-        told: Future[LayerPlans] = Future()
         with self._wake:
             if self._gone is not None or self._is_closing:
                 raise GroupGone(self._gone or "the engine is closed")
-            self._wishes.append((shares, told))
+            told = self._plan_changes.wish(shares)
             self._wake.notify()
         return told.result(deadline_s)
 
@@ -233,11 +212,12 @@ class Engine:
 
     def measured(self) -> Measured:
         with self._lock:
-            return Measured(
-                self._steps, self._passes, self._tokens, self._step_s,
-                tuple(self._totals[worker] for worker in sorted(self._totals)), max(0, self._rebuilds),
-                self._slides, self.batcher.preemptions, self.batcher.prefix_hit_tokens,
-            )  # fmt: skip
+            return self._totals.measured(
+                rebuilds=max(0, self._rebuilds),
+                slides=self._plan_changes.completed,
+                preemptions=self.batcher.preemptions,
+                prefix_hit_tokens=self.batcher.prefix_hit_tokens,
+            )
 
     @property
     def is_serving(self) -> bool:
@@ -288,21 +268,21 @@ class Engine:
             self._gone = reason
             self.batcher.fail_all(reason, time.monotonic())
             self._deliver(self.batcher.drain_events())
-        self._tell_slide(GroupGone(reason))
-        while self._wishes:
-            self._wishes.popleft()[1].set_exception(GroupGone(reason))
+        self._plan_changes.close(GroupGone(reason))
 
     def _turn(self) -> bool:
         """One round of the loop; False when the engine closes. Raises: GroupGone."""
         with self._wake:
-            if self.batcher.is_idle and not self._wishes and not self._is_closing:
-                self._wake.wait(BUSY_WAIT_S if self._slide else IDLE_WAIT_S)
+            if self.batcher.is_idle and not self._plan_changes.has_wishes and not self._is_closing:
+                self._wake.wait(BUSY_WAIT_S if self._plan_changes.is_sliding else IDLE_WAIT_S)
             if self._is_closing:
                 return False
         began_s = time.monotonic()
         command: StepCommand | None = None
         try:
-            self._tend_group()
+            with self._lock:
+                self.batcher.use_plan(self.supervisor.plan.version)  # another one where a step lived through the loss of a rank
+            self._plan_changes.tend(self.supervisor)
             with self._lock:
                 command = self.batcher.next_step(time.monotonic())
                 self._deliver(self.batcher.drain_events())
@@ -320,7 +300,7 @@ class Engine:
         self._restarts_in_a_row = self._void_in_a_row = 0
         with self._lock:
             self._proven.update(part.request_id for part in command.slices if part.wants_sample)
-            self._count(command, result)
+            self._totals.add(command, result)
             self._deliver(self.batcher.apply(result, time.monotonic()))
         return True
 
@@ -337,17 +317,23 @@ class Engine:
         """From the supervisor's thread: a new epoch, also one that a step lived through (buddies)."""
         self.changes.append(change)
         self._rebuilds += 1
-        if self.settings.revives:
-            self._to_revive.extend(lost.worker for lost in change.lost)
+        self._plan_changes.lost(lost.worker for lost in change.lost)
+
+    def _moved(self, step: SlideStep) -> None:
+        """A slide changed something between two steps."""
+        with self._lock:
+            now_s = time.monotonic()
+            self.batcher.note_pause(now_s - step.pause_s, now_s)
+            self.batcher.moved_kv(step.moved, step.moved_to)
+            if step.new_plan is not None:
+                self.batcher.use_plan(step.new_plan.version)
 
     def _begin_again(self, change: GroupChange, detail: str, began_s: float) -> None:
         """The group was rebuilt and holds nothing: every running request is computed again from its ids."""
         with self._lock:
             self.batcher.lost_kv(None, time.monotonic(), pause_began_s=began_s)
             self.batcher.use_plan(change.plan.version)
-        if self._slide is not None:
-            self._slide.abandon(detail)
-            self._end_slide()
+        self._plan_changes.group_rebuilt(self.supervisor, detail)
         logger.info(
             "begun again epoch=%d members=%s plan_version=%d lost=%s", change.epoch, change.members, change.plan.version,
             [lost.worker for lost in change.lost],
@@ -372,7 +358,7 @@ class Engine:
             raise gone
         logger.warning("whole group lost, starting anew reason=%s", gone)
         self.supervisor.close()
-        self._to_revive.clear()
+        self._plan_changes.group_gone()
         supervisor = self._make_supervisor(self._note_change)
         with self._lock:
             self.supervisor = supervisor
@@ -383,121 +369,6 @@ class Engine:
         except TimeoutError as error:
             raise GroupGone(f"the group was lost ({gone}) and did not come back in time") from error
         self._begin_again(change, str(gone), began_s)
-
-    def _count(self, command: StepCommand, result: StepResult) -> None:
-        self._steps += 1
-        self._passes += result.passes if command.slices else 0
-        self._tokens += sum(len(item.tokens) for item in result.tokens)
-        self._step_s += result.ended_s - result.began_s
-        for timing in result.timings:
-            old = self._totals.get(timing.rank, RankTimings(timing.rank, 0.0, 0.0, 0.0, 0.0))
-            self._totals[timing.rank] = RankTimings(
-                timing.rank,
-                old.compute_s + timing.compute_s,
-                old.memory_stall_s + timing.memory_stall_s,
-                old.communication_s + timing.communication_s,
-                old.host_s + timing.host_s,
-            )
-
-    # --- the group between two steps ----------------------------------------------------------------------------------------
-
-    def _tend_group(self) -> None:
-        """Ranks that come back, plans that change. Raises: GroupRebuilt when a rank was lost in it."""
-        with self._lock:
-            self.batcher.use_plan(self.supervisor.plan.version)  # another one where a step lived through the loss of a rank
-        while self._to_revive:
-            worker = self._to_revive.popleft()
-            try:
-                self.supervisor.respawn(worker)
-            except ValueError as error:  # remote, or back already
-                logger.info("not revived worker=%d reason=%s", worker, error)
-        if self._slide is None and self.settings.revives and self.supervisor.spares:
-            self._take_in(self.supervisor.spares)
-        if self._slide is None and self._wishes:
-            self._begin_wish()
-        if self._slide is None and self.settings.corrects_split:
-            self._correct_split()
-        if self._slide is not None:
-            self._advance_slide()
-
-    def _take_in(self, spares: Sequence[int]) -> None:
-        """Let ranks join with no work, and slide to a plan that gives them some."""
-        try:
-            self.supervisor.join(spares)
-            self._slide = Slide(self.supervisor, self._next_plan(), self._price)
-        except (GroupRebuilt, GroupGone):
-            raise
-        except (GroupError, ValueError) as error:  # being rebuilt just now: the next round asks again
-            logger.info("not joined workers=%s reason=%s", list(spares), error)
-
-    def _next_plan(self) -> LayerPlans:
-        """By the caller's shares where every member has one, else by measured speeds."""
-        members = self.supervisor.members
-        shares = self._shares
-        if shares is None or any(worker not in shares for worker in members) or not any(shares[worker] for worker in members):
-            return self.supervisor.next_plan()
-        return self.supervisor.next_plan([shares[worker] for worker in members])
-
-    def _begin_wish(self) -> None:
-        shares, told = self._wishes.popleft()
-        members = self.supervisor.members
-        try:
-            if shares is not None and len(shares) != len(members):
-                raise ValueError(f"{len(shares)} shares for the group's {len(members)} members {list(members)}")
-            self._slide = Slide(self.supervisor, self.supervisor.next_plan(shares), self._price)
-        except (GroupRebuilt, GroupGone):
-            told.set_exception(GroupError("the group was rebuilt meanwhile; ask again"))
-            raise
-        except (GroupError, ValueError) as error:
-            told.set_exception(error)
-            return
-        self._shares = None if shares is None else dict(zip(members, shares, strict=True))
-        self._slide_told = told
-
-    def _correct_split(self) -> None:
-        """Ask every now and then whether the split by measured speeds would pay."""
-        now_s = time.monotonic()
-        if self._shares is not None or now_s - self._corrected_s < self.settings.correct_every_s or len(self.supervisor.members) < 2:
-            return
-        self._corrected_s = now_s
-        plan = self.supervisor.next_plan()
-        ratio = self.supervisor.step_ratio(plan)
-        if pays(1.0, ratio, self._price.cost_s(0.0)):
-            logger.info("correcting split plan_version=%d step_ratio=%.3f", plan.version, ratio)
-            self._slide = Slide(self.supervisor, plan, self._price)
-
-    def _advance_slide(self) -> None:
-        assert self._slide is not None
-        slide = self._slide
-        step = slide.advance()
-        if step is not None:
-            with self._lock:
-                now_s = time.monotonic()
-                self.batcher.note_pause(now_s - step.pause_s, now_s)
-                self.batcher.moved_kv(step.moved, step.moved_to)
-                if step.new_plan is not None:
-                    self.batcher.use_plan(step.new_plan.version)
-        if slide.is_over:
-            self._end_slide()
-
-    def _end_slide(self) -> None:
-        slide, self._slide = self._slide, None
-        assert slide is not None
-        if slide.state is SlideState.DONE:
-            self._slides += 1
-            self._tell_slide(None)
-        else:
-            logger.info("slide given up plan_version=%d reason=%s", slide.plan.version, slide.reason)
-            self._tell_slide(GroupError(f"the plan was not changed: {slide.reason}"))
-
-    def _tell_slide(self, error: Exception | None) -> None:
-        told, self._slide_told = self._slide_told, None
-        if told is None:
-            return
-        if error is None:
-            told.set_result(self.supervisor.plan)
-        else:
-            told.set_exception(error)
 
 
 def request_for(

@@ -23,6 +23,9 @@ class KvLedger:
     def running(self) -> frozenset[int]:
         return frozenset(self._running)
 
+    def is_running(self, slot: int) -> bool:
+        return slot in self._running
+
     @property
     def retained(self) -> tuple[int, ...]:
         """Least recently used first."""
@@ -31,6 +34,10 @@ class KvLedger:
     @property
     def tokens_running(self) -> int:
         return sum(self._running.values())
+
+    @property
+    def tokens_retained(self) -> int:
+        return sum(self._retained.values())
 
     def reserved(self, slot: int) -> int:
         """Tokens that `slot` has room for; 0 where it is free."""
@@ -80,11 +87,6 @@ class KvLedger:
         held = self._running if slot in self._running else self._retained
         self.tokens_free += held.pop(slot)
         self._free.append(slot)
-
-    def resize(self, tokens_max: int) -> None:
-        """The pool got smaller or larger; tokens_free is negative until enough has been released."""
-        self.tokens_free += tokens_max - self.tokens_max
-        self.tokens_max = tokens_max
 
     def check(self) -> None:
         """Raise AssertionError unless slots and tokens are conserved."""

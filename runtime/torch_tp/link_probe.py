@@ -1,7 +1,4 @@
-"""What a communicator's all-reduce costs on these links, measured: the start-up time alpha and the time per byte beta of each way to do it.
-
-The figures feed two decisions: whether sums over several domains go flat or hierarchically, per size; and the planner's cost model.
-"""
+"""Times of a communicator's all-reduces on these links, measured alike on every rank, and the cost of each way to do them."""
 
 from __future__ import annotations
 
@@ -14,30 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PROBE_SIZES_BYTES = (2048, 32 * 1024, 512 * 1024)
-PROBE_REPEATS = 7
+from runtime.torch_tp.link_cost import PROBE_REPEATS, PROBE_SIZES_BYTES, LinkCost
 
 
 class Summing(Protocol):
     """The part of a Communicator that is measured."""
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None: ...
+    def all_reduce(self, tensor: Tensor) -> None: ...
     def all_gather(self, tensor: Tensor) -> list[Tensor]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class AlphaBeta:
-    """Time of an all-reduce of n bytes: alpha_s + n x beta_s_per_byte."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-
-    def __post_init__(self) -> None:
-        if self.alpha_s < 0 or self.beta_s_per_byte < 0:
-            raise ValueError(f"alpha_s={self.alpha_s}, beta_s_per_byte={self.beta_s_per_byte}: neither may be negative")
-
-    def time_s(self, size_bytes: float) -> float:
-        return self.alpha_s + size_bytes * self.beta_s_per_byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +28,6 @@ class Measured:
     size_bytes: int
     time_s_p50: float
     time_s_p99: float
-
-
-def fit_alpha_beta(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> AlphaBeta:
-    """Least squares on relative errors, so that small messages count as much as large ones; no term is negative.
-
-    Raises: ValueError for fewer than two different sizes, or a time that is not positive.
-    """
-    sizes, times = np.asarray(sizes_bytes, float), np.asarray(times_s, float)
-    if len(set(sizes.tolist())) < 2 or sizes.shape != times.shape:
-        raise ValueError(f"alpha and beta need times of at least two sizes; got sizes {list(sizes_bytes)} and {len(times)} times")
-    if not (times > 0).all():
-        raise ValueError(f"times_s={list(times_s)}: all must be positive")
-    weighted = np.stack([1.0 / times, sizes / times], axis=1)
-    alpha, beta = np.linalg.lstsq(weighted, np.ones(len(times)), rcond=None)[0]
-    if alpha < 0:
-        alpha, beta = 0.0, _single(weighted[:, 1])
-    elif beta < 0:
-        alpha, beta = _single(weighted[:, 0]), 0.0
-    return AlphaBeta(float(alpha), float(beta))
-
-
-def _single(column: np.ndarray) -> float:
-    return float(column.sum() / (column @ column))
 
 
 def measure_all_reduce(communicator: Summing, sizes_bytes: Sequence[int], repeats: int) -> list[Measured]:
@@ -87,12 +45,7 @@ def measure_all_reduce(communicator: Summing, sizes_bytes: Sequence[int], repeat
     return [Measured(size, float(p50), float(p99)) for size, (p50, p99) in zip(sizes_bytes, slowest.tolist(), strict=True)]
 
 
-def probe(
-    ways: Mapping[str, Summing], sizes_bytes: Sequence[int] = PROBE_SIZES_BYTES, repeats: int = PROBE_REPEATS
-) -> dict[str, AlphaBeta]:
-    """Alpha and beta of each way; the same on every rank, so that all decide alike."""
-    found = {}
-    for name, communicator in ways.items():
-        measured = measure_all_reduce(communicator, sizes_bytes, repeats)
-        found[name] = fit_alpha_beta([entry.size_bytes for entry in measured], [entry.time_s_p50 for entry in measured])
-    return found
+def probe(ways: Mapping[str, Summing], sizes_bytes: Sequence[int] = PROBE_SIZES_BYTES, repeats: int = PROBE_REPEATS) -> dict[str, LinkCost]:
+    """Cost of each way; the same on every rank, so that all decide alike."""
+    measured = {name: measure_all_reduce(communicator, sizes_bytes, repeats) for name, communicator in ways.items()}
+    return {name: LinkCost.fit(sizes_bytes, [entry.time_s_p50 for entry in entries]) for name, entries in measured.items()}

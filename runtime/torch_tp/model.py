@@ -33,25 +33,10 @@ from runtime.torch_tp.torch_weights import TorchWeights
 if TYPE_CHECKING:
     from runtime.torch_tp.communicators.interface import Communicator, Pending
 
-__all__ = ["LIVE_PLANS_MAX", "Slice", "StepTimings", "TpModel"]
+__all__ = ["LIVE_PLANS_MAX", "Slice", "TpModel"]
 
 LIVE_PLANS_MAX = 2
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimings:
-    """Where the last forward's time went, in seconds.
-
-    compute_s: CPU time of this thread outside collectives; memory_stall_s: the part of it spent waiting for memory (an estimate,
-    see `memory_stall.py`). communication_wait_s: wall time inside collectives. host_s: laying out the step. wall_s: all of it.
-    """
-
-    compute_s: float = 0.0
-    communication_wait_s: float = 0.0
-    memory_stall_s: float = 0.0
-    host_s: float = 0.0
-    wall_s: float = 0.0
 
 
 class Step(Protocol):
@@ -101,7 +86,8 @@ class TpModel:
         slots = SlotKv(self.config, **room, device=self.device, dtype=dtype) if on_cpu else None
         self.kv: KvStore = slots or PagedKv(self.config, **room, device=self.device, dtype=dtype)
         self._stall = MemoryStall(self.config, self.device)
-        self.timings = StepTimings()
+        self.memory_stall_s = 0.0
+        """Of the last forward: the part of its CPU time outside collectives that it spent waiting for memory, by estimate."""
         self.on_layer: Callable[[int], None] | None = None
         self._rope = rope_table(self.config, min(self.config.context_tokens, kv_tokens_max), self.device)
         self._shares: dict[int, RankShare] = {}
@@ -206,11 +192,10 @@ class TpModel:
         Raises: ValueError for an unknown plan or slot, or a slice that does not continue its slot; whatever the communicator
         raises, in which case no slot has grown and the step may be run again.
         """
-        started_s, cpu_started_s = time.perf_counter(), time.thread_time()
-        self._wait_s = self._wait_cpu_s = 0.0
+        cpu_started_s = time.thread_time()
+        self._wait_cpu_s = 0.0
         batches = halves(slices) if overlap and len(slices) > 1 else [slices]
         lanes = [self._lane(index, batch, all_logits) for index, batch in enumerate(batches)]
-        host_s = time.perf_counter() - started_s
         share, in_flight = self._shares[self._newest], len(lanes) > 1
         for layer in range(self.config.layers):
             for lane in lanes:
@@ -228,15 +213,8 @@ class TpModel:
                 self.kv.commit(part.spans)
         logits = [lane.step.logits(lane.layout.logit_rows, share.vocabulary) for lane in lanes]
         compute_s = time.thread_time() - cpu_started_s - self._wait_cpu_s
-        self.timings = StepTimings(
-            compute_s=compute_s,
-            communication_wait_s=self._wait_s,
-            memory_stall_s=self._stall.estimate_s(
-                share, [(lane.layout.rows, logits[i].shape[0]) for i, lane in enumerate(lanes)], compute_s
-            ),
-            host_s=host_s,
-            wall_s=time.perf_counter() - started_s,
-        )
+        rows = [(lane.layout.rows, own.shape[0]) for lane, own in zip(lanes, logits, strict=True)]
+        self.memory_stall_s = self._stall.estimate_s(share, rows, compute_s)
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _lane(self, index: int, slices: Sequence[Slice], all_logits: bool) -> _Lane:
@@ -271,8 +249,7 @@ class TpModel:
             lane.pending = lane.partial = None
 
     def _waiting(self, collective: Callable[[], T]) -> T:
-        started_s, cpu_started_s = time.perf_counter(), time.thread_time()
+        cpu_started_s = time.thread_time()
         result = collective()
         self._wait_cpu_s += time.thread_time() - cpu_started_s
-        self._wait_s += time.perf_counter() - started_s
         return result

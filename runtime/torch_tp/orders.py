@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from envs.domain.plans import LayerPlans
 from envs.domain.specs import ModelSpec
 from runtime.torch_tp.slot_records import SlotRecord
+from runtime.torch_tp.steps import SlotTokens, StepCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +123,24 @@ class Switched:
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """command: `StepCommand.to_wire`; overlaps: in two half batches."""
+    """overlaps: in two half batches."""
 
-    command: list[object]
+    command: StepCommand
     overlaps: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """tokens: `steps.tokens_to_wire`, from the lowest rank only. The four times sum up to the step's; memory_stall_s: waiting for
+    """tokens: from the lowest rank only. The four times sum up to the step's; memory_stall_s: waiting for
     memory, by the model's estimate, and time off the core (pages that had to be fetched, a core that was taken). busy_s: by
-    `profiler.OPERATIONS`, stalls included. emulated_s: part of compute_s and stalls that was slept, to play a slower device."""
+    `profiler.OPERATIONS`, stalls included."""
 
-    tokens: list[object]
+    tokens: tuple[SlotTokens, ...]
     compute_s: float
     memory_stall_s: float
     communication_s: float
     host_s: float
     busy_s: tuple[float, ...]
-    emulated_s: float
 
 
 @dataclass(frozen=True, slots=True)

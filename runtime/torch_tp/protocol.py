@@ -12,15 +12,15 @@ import socket
 import struct
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from functools import lru_cache
 from typing import Any
 
 import msgpack
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 FRAME_BYTES_MAX = 64 * 2**20
 _LENGTH = struct.Struct("!I")
 
@@ -32,18 +32,18 @@ class Kind(IntEnum):
     LOAD = 1  # controller: LoadOrder
     LOADED = 2  # worker: Loaded
     CONFIGURE = 3  # controller: Configuration
-    CONFIGURED = 4  # worker: seconds taken
-    STEP = 5  # controller: the batcher's StepCommand
+    CONFIGURED = 4  # worker: Configured
+    STEP = 5  # controller: StepOrder
     DONE = 6  # worker: StepDone
     FAILED = 7  # worker: Failure; what it was told to do did not happen
-    PREPARE = 8  # controller: the plan to get ready for
+    PREPARE = 8  # controller: PrepareOrder
     READY = 9  # worker: Prepared
-    SWITCH = 10  # controller: Switch; from the next step on
+    SWITCH = 10  # controller: SwitchOrder
     SWITCHED = 11  # worker: Switched
     RELEASE = 12  # controller: plan version that nobody uses any more
-    PROFILE = 13  # controller: a ProfileOrder; worker: its rows
+    PROFILE = 13  # controller: ReduceOrder; worker: its rows
     FENCE = 14  # controller: abandon everything of this epoch
-    BEAT = 15  # worker: a Beat, where no page is shared
+    BEAT = 15  # worker: Beat, where no page is shared
     DIE = 16  # controller: leave
 
 
@@ -53,7 +53,8 @@ class ProtocolError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One frame. `epoch`, `plan_version` and `step` say what it belongs to; `body` is plain msgpack data (see `pack`)."""
+    """One frame. `epoch`, `plan_version` and `step` say what it belongs to; `body` is
+    a dataclass on its way out, and what `unpack` takes on its way in."""
 
     kind: Kind
     epoch: int = 0
@@ -65,19 +66,11 @@ class Message:
 # --- dataclasses to plain data and back -------------------------------------------------------------------------------------
 
 
-def pack(value: Any) -> Any:
-    """Plain msgpack data of a value: a dataclass becomes the list of its fields in order, an enum its value."""
-    if isinstance(value, Enum):
-        return value.value
+def _plain(value: Any) -> list[Any]:
+    """For what msgpack does not know: a dataclass becomes the list of its fields in order."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [pack(getattr(value, name)) for name in _field_names(type(value))]
-    if isinstance(value, str | bytes | int | float | bool) or value is None:
-        return value
-    if isinstance(value, Mapping):
-        return {pack(key): pack(item) for key, item in value.items()}
-    if isinstance(value, Sequence | set | frozenset):
-        return [pack(item) for item in value]
-    raise TypeError(f"pack: {type(value).__name__} has no wire form; give dataclasses, numbers, text, bytes, sequences or mappings")
+        return [getattr(value, name) for name in _field_names(type(value))]
+    raise TypeError(f"{type(value).__name__} has no wire form; give dataclasses, numbers, text, bytes, lists, tuples or dicts")
 
 
 @lru_cache(maxsize=256)
@@ -86,7 +79,7 @@ def _field_names(cls: type) -> tuple[str, ...]:
 
 
 def unpack(cls: Any, data: Any) -> Any:
-    """The value of type `cls` that `pack` made `data` from. Raises: ProtocolError when the data has another shape."""
+    """The value of type `cls` whose wire form is `data`. Raises: ProtocolError when the data has another shape."""
     try:
         return _decoder(cls)(data)
     except (TypeError, ValueError, KeyError) as error:
@@ -95,32 +88,38 @@ def unpack(cls: Any, data: Any) -> Any:
 
 @lru_cache(maxsize=512)
 def _decoder(cls: Any) -> Callable[[Any], Any]:
+    """Bodies are made of dataclasses, tuples, lists, X | None and scalars."""
     origin, arguments = typing.get_origin(cls), typing.get_args(cls)
-    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+    if dataclasses.is_dataclass(cls):
         return _dataclass_decoder(cls)
     if origin in (typing.Union, types.UnionType):
-        return _union_decoder(arguments)
-    if origin in (tuple, list, set, frozenset) or (isinstance(origin, type) and issubclass(origin, Sequence)):
-        return _sequence_decoder(tuple if origin not in (list, set, frozenset) else origin, arguments)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        key, value = _decoder(arguments[0]), _decoder(arguments[1])
-        return lambda data: {key(k): value(v) for k, v in data.items()}
-    if isinstance(cls, type) and issubclass(cls, Enum):
-        return cls
+        decoder = _decoder(arguments[0])
+        return lambda data: None if data is None else decoder(data)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        decoders = [_decoder(argument) for argument in arguments]
+        return lambda data: tuple(decoder(item) for decoder, item in zip(decoders, data, strict=True))
+    if origin in (tuple, list):
+        return _sequence_decoder(origin, arguments[0])
     if cls is float:
         return float  # an integral float may travel as an int
-    if isinstance(cls, type) and cls in (int, str, bytes, bool):
-        return lambda data: _checked(cls, data)
-    return lambda data: data
+    if cls in _SCALARS:
+        return _scalar_decoder(cls)
+    raise TypeError(f"{cls} has no wire form")
 
 
-def _checked(cls: type, data: Any) -> Any:
-    if not isinstance(data, cls):
-        raise TypeError(f"{data!r} where {cls.__name__} was expected")
-    return data
+_SCALARS = (int, str, bytes, bool)
 
 
-def _dataclass_decoder(cls: type) -> Callable[[Any], Any]:
+def _scalar_decoder(cls: type) -> Callable[[Any], Any]:
+    def decode(data: Any) -> Any:
+        if not isinstance(data, cls):
+            raise TypeError(f"{data!r} where {cls.__name__} was expected")
+        return data
+
+    return decode
+
+
+def _dataclass_decoder(cls: Any) -> Callable[[Any], Any]:
     hints = typing.get_type_hints(cls)
     decoders = [_decoder(hints[field.name]) for field in dataclasses.fields(cls)]
     name, count = cls.__name__, len(decoders)
@@ -133,22 +132,15 @@ def _dataclass_decoder(cls: type) -> Callable[[Any], Any]:
     return decode
 
 
-def _union_decoder(arguments: tuple[Any, ...]) -> Callable[[Any], Any]:
-    others = [argument for argument in arguments if argument is not type(None)]
-    if len(others) != 1:  # only X | None carries its type on the wire
-        return lambda data: data
-    decoder = _decoder(others[0])
-    return lambda data: None if data is None else decoder(data)
+def _sequence_decoder(container: Any, cls: Any) -> Callable[[Any], Any]:
+    decoder = _decoder(cls)
 
+    def decode(data: Any) -> Any:
+        if cls in _SCALARS and set(map(type, data)) <= {cls}:  # at once: a prompt is thousands of numbers
+            return container(data)
+        return container([decoder(item) for item in data])
 
-def _sequence_decoder(container: Any, arguments: tuple[Any, ...]) -> Callable[[Any], Any]:
-    if container is tuple and arguments and arguments[-1] is not Ellipsis and len(arguments) > 1:
-        decoders = [_decoder(argument) for argument in arguments]
-        return lambda data: tuple(decoder(item) for decoder, item in zip(decoders, data, strict=True))
-    decoder = _decoder(arguments[0]) if arguments else (lambda item: item)
-    if decoder is float or not arguments or arguments[0] is Any:
-        return lambda data: container(data)
-    return lambda data: container([decoder(item) for item in data])
+    return decode
 
 
 # --- frames -----------------------------------------------------------------------------------------------------------------
@@ -156,8 +148,8 @@ def _sequence_decoder(container: Any, arguments: tuple[Any, ...]) -> Callable[[A
 
 def encode(message: Message) -> bytes:
     """One frame: 4 bytes of length, then msgpack. Raises: ProtocolError for a body over FRAME_BYTES_MAX."""
-    fields = [int(message.kind), message.epoch, message.plan_version, message.step, pack(message.body)]
-    payload: bytes = msgpack.packb(fields, use_bin_type=True)
+    fields = [int(message.kind), message.epoch, message.plan_version, message.step, message.body]
+    payload: bytes = msgpack.packb(fields, default=_plain)
     if len(payload) > FRAME_BYTES_MAX:
         raise ProtocolError(f"{message.kind.name} of {len(payload)} bytes is over {FRAME_BYTES_MAX}; move bulk data by the communicator")
     return _LENGTH.pack(len(payload)) + payload

@@ -19,14 +19,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from runtime.torch_tp.communicators.segment_names import sweep_stale_segments
+from runtime.torch_tp.parent_death import has_parent
 
 logger = logging.getLogger(__name__)
 
@@ -121,36 +121,6 @@ def local_address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPlace:
-    """Where one process stands among hosts, as torchrun's environment tells it."""
-
-    store_address: tuple[str, int]
-    rank: int
-    world_size: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank={self.rank} is outside world_size={self.world_size}")
-        if not 0 < self.store_address[1] < 65536:
-            raise ValueError(f"port={self.store_address[1]}: must be 1..65535; other hosts cannot guess a port the system chose")
-
-
-def place_from_environment(environment: Mapping[str, str] = os.environ) -> GroupPlace:
-    """MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE. Raises: ValueError naming what is missing or no number."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-    missing = [name for name in names if not environment.get(name)]
-    if missing:
-        raise ValueError(f"several hosts need {', '.join(names)} as torchrun sets them; missing: {', '.join(missing)}")
-    numbers = {}
-    for name in names[1:]:
-        try:
-            numbers[name] = int(environment[name])
-        except ValueError as error:
-            raise ValueError(f"{name}={environment[name]!r}: must be a whole number") from error
-    return GroupPlace((environment["MASTER_ADDR"], numbers["MASTER_PORT"]), numbers["RANK"], numbers["WORLD_SIZE"])
-
-
 class RendezvousProcess:
     """Starts the store's process at once; `address` waits until it has told where it listens.
 
@@ -158,17 +128,8 @@ class RendezvousProcess:
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            __spec__.name if __spec__ else __name__,
-            "--host",
-            host,
-            "--port",
-            str(port),
-            "--parent",
-            str(os.getpid()),
-        ]
+        where = ["--host", host, "--port", str(port), "--parent", str(os.getpid())]
+        command = [sys.executable, "-m", "runtime.torch_tp.rendezvous", *where]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         self._address: tuple[str, int] | None = None
 
@@ -214,25 +175,14 @@ class RendezvousProcess:
         self.close()
 
 
-def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when the thread that started it ends. Raises: SystemExit when the parent is gone already."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal_number), 0, 0, 0)
-    if os.getppid() != parent_pid:
-        raise SystemExit(f"parent {parent_pid} is gone")
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m runtime.torch_tp.rendezvous", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--parent", type=int, required=True, help="pid whose death ends this process")
     options = parser.parse_args(arguments)
-    # the kernel's signal comes when the starting *thread* ends, which is no reason to go: it only wakes the check below
-    signal.signal(signal.SIGUSR1, lambda number, frame: None)
     # an interrupt at the terminal reaches the whole process group; the parent decides when the store goes
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(options.parent, signal.SIGUSR1)
     try:
         listener = listen(options.host, options.port)
     except OSError as error:
@@ -241,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     address = listener.getsockname()[:2]
     store = serve_store(listener)
     print(*address, flush=True)
-    while os.getppid() == options.parent:
+    while has_parent(options.parent):  # asked, not signalled: the kernel would signal the end of the starting *thread*
         time.sleep(PARENT_CHECK_S)
     del store  # closes the port
     _sweep()

@@ -6,7 +6,7 @@ import math
 
 from envs.domain.requests import LATENCY_PARTS
 from runtime.torch_tp.requests import GenerationRequest, RequestReport
-from runtime.torch_tp.steps import RankTimings
+from runtime.torch_tp.steps import NewSlot, RankTimings, SliceCommand
 from runtime.torch_tp.stop_strings import AnswerText
 
 (QUEUE, PREFILL, DECODE, STALL, COMMUNICATION, HOST, PAUSE, REDONE, RETURN) = range(len(LATENCY_PARTS))
@@ -27,6 +27,7 @@ class Resident:
         self.text = text
         self.stop_ids = stop_ids
         self.ids = [*request.prompt, *request.answer]
+        text.follow(request.answer)
         self.computed = 0
         self.slot: int | None = None
         self.plan_version = 0
@@ -64,17 +65,73 @@ class Resident:
     def arrival_s(self) -> float:
         return self._arrival_s
 
+    # --- tokens -------------------------------------------------------------------------------------------------------------
+
+    def start(self, slot: int, plan_version: int, held: int, now_s: float) -> None:
+        """It runs in `slot` from now on, which holds the KV of its first `held` ids."""
+        self.slot, self.plan_version, self.computed = slot, plan_version, held
+        self.hit_tokens = max(self.hit_tokens, min(held, len(self.request.prompt)))
+        self.spend_until(now_s, QUEUE)
+        if math.isnan(self._admitted_s):
+            self._admitted_s = now_s
+
+    def begin_again(self, now_s: float | None) -> None:
+        """Its KV is gone: it waits, and is computed again from its ids."""
+        self.redo_below = max(self.redo_below, self.computed)
+        self.recomputed += self.computed
+        self.slot, self.computed = None, 0
+        self.queued_s = self.queued_s if now_s is None else now_s
+
+    def new_slot(self, tokens_max: int, keeps_tokens: int) -> NewSlot:
+        """What the ranks must know of it; see `NewSlot`."""
+        request = self.request
+        assert self.slot is not None
+        counts = request.sampling.counts_tokens
+        return NewSlot(
+            slot=self.slot,
+            request_id=request.request_id,
+            plan_version=self.plan_version,
+            tokens_max=tokens_max,
+            seed=request.seed,
+            sampling=request.sampling,
+            keeps_tokens=keeps_tokens,
+            prompt=request.prompt if counts else (),
+            output=tuple(self.ids[len(request.prompt) :]) if counts else (),
+            stop_ids=tuple(sorted(self.stop_ids)),
+            stop_from=len(request.prompt) + request.min_tokens if request.min_tokens else 0,
+            logprobs=request.logprobs,
+        )
+
+    def slice(self, count: int) -> SliceCommand:
+        """Its next `count` ids without KV, to be computed."""
+        assert self.slot is not None
+        end = self.computed + count
+        tokens = tuple(self.ids[self.computed : end])
+        return SliceCommand(self.slot, self.request_id, self.plan_version, tokens, self.computed, wants_sample=end == len(self.ids))
+
+    def take(self, token: int, now_s: float) -> tuple[str, str | None, int | str | None]:
+        """The next token of its answer. Returns: text to show; where it is the last one, the reason and what stopped it."""
+        self.ids.append(token)
+        self.spend_until(now_s, RETURN)
+        if math.isnan(self._first_token_s):
+            self._first_token_s = now_s
+        can_stop = self.output_tokens > self.request.min_tokens
+        if token in self.stop_ids and can_stop:
+            return self.text.finish(), "stop", token
+        shown = self.text.push(token, can_stop)
+        is_full = self.tokens_left == 0
+        if is_full and self.text.matched is None:
+            shown += self.text.finish()
+        if self.text.matched is not None:
+            return shown, "stop", self.text.matched
+        return shown, "length" if is_full else None, None
+
     # --- time ---------------------------------------------------------------------------------------------------------------
 
     def spend_until(self, now_s: float, part: int) -> None:
         """The time since the last stamp belonged to `part`."""
         self._parts[part] += max(0.0, now_s - self._mark_s)
         self._mark_s = max(now_s, self._mark_s)
-
-    def admitted(self, now_s: float) -> None:
-        self.spend_until(now_s, QUEUE)
-        if math.isnan(self._admitted_s):
-            self._admitted_s = now_s
 
     def spend_step(self, began_s: float, ended_s: float, slowest: RankTimings | None, took_part: bool, is_redone: bool) -> None:
         """A step ran from began_s to ended_s; `slowest` is the rank that the others waited for.
@@ -97,11 +154,6 @@ class Resident:
         self._parts[COMMUNICATION] += slowest.communication_s
         self._parts[HOST] += slowest.host_s + max(0.0, ended_s - began_s - slowest.total_s)
         self._mark_s = ended_s
-
-    def got_token(self, now_s: float) -> None:
-        self.spend_until(now_s, RETURN)
-        if math.isnan(self._first_token_s):
-            self._first_token_s = now_s
 
     def report(self, finish_s: float) -> RequestReport:
         self.spend_until(finish_s, QUEUE if self.slot is None else RETURN)

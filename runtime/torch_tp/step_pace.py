@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 
+from runtime.torch_tp.steps import StepCommand, StepResult
+
 FORGETTING = 0.98  # a step counts half after 34 more
 SURPRISE = 4.0  # a step is never taken to be further off than this many typical errors: one stall must not move the pace
 SPREAD_MAX = 1e3  # forgetting stops here: what was not seen for long must not become arbitrary
@@ -39,6 +41,13 @@ class StepPace:
         self._covariance = covariance / FORGETTING if np.trace(covariance) < SPREAD_MAX else covariance
         self._error_s = abs(error_s) if self.samples == 0 else 0.9 * self._error_s + 0.1 * min(abs(error_s), limit_s)
         self.samples += 1
+
+    def learn(self, command: StepCommand, result: StepResult) -> None:
+        """Observe a step that was carried out."""
+        counts = [len(part.tokens) for part in command.slices]
+        if counts:
+            prefill_tokens = sum(count for count in counts if count > 1)
+            self.observe(counts.count(1), prefill_tokens, (result.ended_s - result.began_s) / result.passes)
 
     @property
     def base_s(self) -> float:

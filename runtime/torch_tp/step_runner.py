@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from envs.decision.layer_cuts import layer_plans
 from envs.domain.plans import LayerPlans
 from runtime.torch_tp.checkpoint import open_checkpoint
-from runtime.torch_tp.communicators.interface import Communicator, Pending, build_communicator
+from runtime.torch_tp.communicators.interface import Communicator, build_communicator
 from runtime.torch_tp.communicators.serial import SerialCommunicator
 from runtime.torch_tp.emulation import SlowDown
 from runtime.torch_tp.kv_mover import KvMover
@@ -37,123 +37,17 @@ from runtime.torch_tp.orders import (
     Switched,
     SwitchOrder,
 )
-from runtime.torch_tp.profiler import OPERATIONS
 from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.resplit import kv_moves
 from runtime.torch_tp.sampling import SampledTokens, SamplingState, sample
 from runtime.torch_tp.shares import Interval
 from runtime.torch_tp.slot_records import SlotRecord
-from runtime.torch_tp.steps import NewSlot, SliceCommand, SlotTokens, StepCommand, tokens_to_wire
+from runtime.torch_tp.step_clock import StepClock, WatchedCommunicator
+from runtime.torch_tp.steps import NewSlot, SliceCommand, SlotTokens, StepCommand
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SPEC_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _WARM_UP_SLOT = NewSlot(0, "warm-up", 0, 16, 0, SamplingSettings())
-
-
-@dataclass(slots=True)
-class StepClock:
-    """Where a rank's step goes: stretches of computing by the operation whose collective ends them, and the collectives.
-
-    On a CPU a stretch computes for the CPU time of its thread (times the factor of an emulated device); what is left of it is a stall.
-    On a CUDA device the thread only launches, so the whole stretch counts as computing.
-    """
-
-    slow_down: SlowDown
-    counts_cpu_time: bool
-    compute_s: float = 0.0
-    stall_s: float = 0.0
-    communication_s: float = 0.0
-    busy_s: list[float] = field(default_factory=lambda: [0.0] * len(OPERATIONS))
-    _wall_s: float = 0.0
-    _cpu_s: float = 0.0
-
-    def start(self) -> None:
-        """A stretch of computing begins."""
-        self.slow_down.begin()
-        self._wall_s, self._cpu_s = time.perf_counter(), time.thread_time()
-
-    def end_stretch(self, operation: int) -> None:
-        """A collective begins."""
-        cpu_s = (time.thread_time() - self._cpu_s) * self.slow_down.factor
-        self.slow_down.end()
-        now = time.perf_counter()
-        wall_s = now - self._wall_s
-        compute_s = min(cpu_s, wall_s) if self.counts_cpu_time else wall_s
-        self.compute_s += compute_s
-        self.stall_s += wall_s - compute_s
-        self.busy_s[operation] += wall_s
-        self._wall_s = now
-
-    def end_collective(self) -> None:
-        self.communication_s += time.perf_counter() - self._wall_s
-        self.start()
-
-
-class WatchedPending:
-    """A sum under way, whose wait shows like any collective."""
-
-    def __init__(self, inner: Pending, owner: WatchedCommunicator, operation: int) -> None:
-        self._inner, self._owner, self._operation = inner, owner, operation
-
-    def wait(self) -> None:
-        self._owner.before(self._operation)
-        self._inner.wait()
-        self._owner.after()
-
-
-class WatchedCommunicator:
-    """A communicator that shows on the rank's slot when it waits, and tells the clock which operation each collective ends.
-
-    A step's all-reduces alternate, attention and MLP (of two half batches each, where they overlap); gathers belong to the vocabulary.
-    """
-
-    def __init__(self, inner: Communicator, slot: Slot) -> None:
-        self._inner = inner
-        self._slot = slot
-        self._sums = 0
-        self.clock: StepClock | None = None
-        self.rank, self.size = inner.rank, inner.size
-
-    def begin_step(self, clock: StepClock) -> None:
-        self.clock, self._sums = clock, 0
-        clock.start()
-
-    def before(self, operation: int) -> None:
-        if self.clock is not None:
-            self.clock.end_stretch(operation)
-        self._slot.tick()
-        self._slot.enter(Phase.WAITING)
-
-    def after(self) -> None:
-        self._slot.enter(Phase.COMPUTING)
-        if self.clock is not None:
-            self.clock.end_collective()
-
-    def all_reduce(self, tensor: torch.Tensor, *, urgent: bool = False) -> None:
-        self.before(self._sums % 2)
-        self._sums += 1
-        self._inner.all_reduce(tensor, urgent=urgent)
-        self.after()
-
-    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        operation = self._sums // 2 % 2
-        self.before(operation)
-        self._sums += 1
-        pending = self._inner.start_all_reduce(tensor)
-        self.after()
-        return WatchedPending(pending, self, operation)
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self.before(2)
-        parts = self._inner.all_gather(tensor)
-        self.after()
-        return parts
-
-    def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
-        self._inner.exchange(sends, receives)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class StepRunner:
@@ -373,8 +267,8 @@ class StepRunner:
 
     def step(self, order: StepOrder) -> StepDone:
         """Carry out a step command, in the order that `steps` states."""
-        began_s, slept_s = time.perf_counter(), self._slow_down.slept_s
-        command = StepCommand.from_wire(order.command)
+        began_s = time.perf_counter()
+        command = order.command
         self._change_slots(command)
         clock = StepClock(self._slow_down, self._order.device == "cpu")
         stall_s = 0.0
@@ -383,7 +277,7 @@ class StepRunner:
         slices: Sequence[SliceCommand] = command.slices
         for _ in range(command.decode_steps if slices else 0):
             sampled = self._forward(slices, clock, order.overlaps)
-            stall_s += self.model.timings.memory_stall_s
+            stall_s += self.model.memory_stall_s
             for slot, token, item in zip(command.sampled_slots, sampled.tokens, sampled.logprobs, strict=True):
                 chosen[slot].append(token)
                 if item is not None:
@@ -391,13 +285,14 @@ class StepRunner:
             if sampled.has_stopped or command.decode_steps == 1:
                 break
             slices = [replace(part, tokens=(chosen[part.slot][-1],), start=part.start + len(chosen[part.slot])) for part in command.slices]
-        tokens = [SlotTokens(slot, tuple(ids), tuple(logprobs[slot])) for slot, ids in chosen.items()] if self._is_lowest else []
+        told = chosen if self._is_lowest else {}
+        tokens = tuple(SlotTokens(slot, tuple(ids), tuple(logprobs[slot])) for slot, ids in told.items())
         # the model's estimate of waiting for memory is part of what it computed; a slower device waits as many times longer
         starved_s = min(stall_s * self._slow_down.factor, clock.compute_s)
         host_s = max(time.perf_counter() - began_s - clock.compute_s - clock.stall_s - clock.communication_s, 0.0)
         return StepDone(
-            tokens_to_wire(tokens), clock.compute_s - starved_s, clock.stall_s + starved_s, clock.communication_s, host_s,
-            tuple(clock.busy_s), self._slow_down.slept_s - slept_s,
+            tokens, clock.compute_s - starved_s, clock.stall_s + starved_s, clock.communication_s, host_s,
+            tuple(clock.busy_s),
         )  # fmt: skip
 
     def _change_slots(self, command: StepCommand) -> None:

@@ -1,4 +1,4 @@
-"""What the controller asks of all ranks in one step and what they answer. Plain values: no torch, and a form for the wire.
+"""What the controller asks of all ranks in one step and what they answer. Plain values, no torch.
 
 A worker carries out a StepCommand in the order of its fields: releases, new_slots, growths, prefix_copies, then a forward pass over
 `slices`. The rows with `wants_sample` then get their next token. With decode_steps = k > 1 it goes on by itself: k - 1 further passes
@@ -9,9 +9,7 @@ slot chose one of its stop ids. Every pass gives each such slot one token, so al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from runtime.torch_tp.requests import SamplingSettings, TokenLogprobs
 
@@ -103,47 +101,17 @@ class StepCommand:
         """Slots that get tokens, in the order of the slices: the row order of logits and of StepResult.tokens."""
         return tuple(part.slot for part in self.slices if part.wants_sample)
 
-    def to_wire(self) -> list[Any]:
-        """Nested lists of numbers, strings and None, for msgpack."""
-        return [
-            self.step,
-            self.decode_steps,
-            [[part.slot, part.request_id, part.plan_version, part.tokens, part.start, part.wants_sample] for part in self.slices],
-            [_new_slot_to_wire(new) for new in self.new_slots],
-            self.releases,
-            [[growth.slot, growth.tokens_max] for growth in self.growths],
-            [[copy.source, copy.target, copy.tokens] for copy in self.prefix_copies],
-        ]
-
-    @classmethod
-    def from_wire(cls, wire: Sequence[Any]) -> StepCommand:
-        step, decode_steps, slices, new_slots, releases, growths, copies = wire
-        return cls(
-            step=step,
-            slices=tuple(SliceCommand(part[0], part[1], part[2], tuple(part[3]), part[4], part[5]) for part in slices),
-            decode_steps=decode_steps,
-            new_slots=tuple(_new_slot_from_wire(new) for new in new_slots),
-            releases=tuple(releases),
-            growths=tuple(SlotGrowth(*growth) for growth in growths),
-            prefix_copies=tuple(PrefixCopy(*copy) for copy in copies),
-        )
-
-
-_SAMPLING_FIELDS = tuple(SamplingSettings.__dataclass_fields__)
-
-
-def _new_slot_to_wire(new: NewSlot) -> list[Any]:
-    sampling = [getattr(new.sampling, name) for name in _SAMPLING_FIELDS]
-    head = [new.slot, new.request_id, new.plan_version, new.tokens_max, new.seed, sampling]
-    return [*head, new.keeps_tokens, new.prompt, new.output, new.stop_ids, new.stop_from, new.logprobs]
-
-
-def _new_slot_from_wire(wire: Sequence[Any]) -> NewSlot:
-    slot, request_id, plan_version, tokens_max, seed, sampling, keeps, prompt, output, stop_ids, stop_from, logprobs = wire
-    return NewSlot(
-        slot, request_id, plan_version, tokens_max, seed, SamplingSettings(*sampling), keeps,
-        tuple(prompt), tuple(output), tuple(stop_ids), stop_from, logprobs,
-    )  # fmt: skip
+    def tokens_by_slot(self, result: StepResult) -> dict[int, SlotTokens]:
+        """Raises: ValueError when the result does not fit this command; the ranks are then not to be believed."""
+        tokens_of = {item.slot: item for item in result.tokens}
+        counts = {len(item.tokens) for item in result.tokens}
+        expected = self.sampled_slots
+        if set(tokens_of) != set(expected) or len(counts) > 1 or not counts <= set(range(1, self.decode_steps + 1)):
+            raise ValueError(
+                f"step {self.step}: tokens for slots {sorted(tokens_of)}, counts {sorted(counts)}; "
+                f"expected slots {sorted(expected)} with equally many, 1 to {self.decode_steps}"
+            )
+        return tokens_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +132,16 @@ class RankTimings:
     memory_stall_s: float
     communication_s: float
     host_s: float
+
+    def __add__(self, other: RankTimings) -> RankTimings:
+        """Of the same rank."""
+        return RankTimings(
+            self.rank,
+            self.compute_s + other.compute_s,
+            self.memory_stall_s + other.memory_stall_s,
+            self.communication_s + other.communication_s,
+            self.host_s + other.host_s,
+        )
 
     @property
     def busy_s(self) -> float:
@@ -194,17 +172,3 @@ class StepResult:
     def passes(self) -> int:
         """Forward passes that were run."""
         return max((len(slot.tokens) for slot in self.tokens), default=1)
-
-
-def tokens_to_wire(tokens: Sequence[SlotTokens]) -> list[Any]:
-    """The tokens' part of a worker's answer as nested lists, for msgpack."""
-    return [[slot.slot, slot.tokens, [[item.chosen, item.top] for item in slot.logprobs]] for slot in tokens]
-
-
-def tokens_from_wire(wire: Sequence[Any]) -> tuple[SlotTokens, ...]:
-    return tuple(SlotTokens(slot, tuple(ids), tuple(_logprobs_from_wire(item) for item in logprobs)) for slot, ids, logprobs in wire)
-
-
-def _logprobs_from_wire(wire: Sequence[Any]) -> TokenLogprobs:
-    chosen, top = wire
-    return TokenLogprobs(chosen, tuple((token, value) for token, value in top))

@@ -38,10 +38,6 @@ class Tokenizer:
         """Token ids are below this; the model's own vocabulary may be padded beyond it."""
         return self._fast.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def token_id(self, token: str) -> int | None:
         """Id of one whole token, e.g. "<|im_end|>"."""
         return self._fast.token_to_id(token)

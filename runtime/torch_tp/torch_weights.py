@@ -69,20 +69,12 @@ class TorchWeights:
         self.head(share.vocabulary)
 
     def keep_only(self, shares: Iterable[RankShare]) -> None:
-        """Forget ranges that no live plan uses. What is resident on a device stays, for a slide back, until `shrink`."""
+        """Forget ranges that no live plan uses. What is resident on a device stays, for a slide back."""
         shares = list(shares)
         attention = {(layer, heads, share.kv[layer]) for share in shares for layer, heads in enumerate(share.query)}
         mlp = {(layer, columns) for share in shares for layer, columns in enumerate(share.mlp)}
         self._attention = {key: value for key, value in self._attention.items() if key in attention}
         self._mlp = {key: value for key, value in self._mlp.items() if key in mlp}
-
-    def shrink(self, shares: Iterable[RankShare]) -> None:
-        """Give the device memory back that these shares do not need."""
-        self._resident.clear()
-        self._attention.clear()
-        self._mlp.clear()
-        for share in shares:
-            self.prepare(share)
 
     def head(self, vocabulary: Interval) -> Tensor:
         """(own vocabulary rows, hidden)."""

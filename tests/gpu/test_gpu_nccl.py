@@ -37,7 +37,6 @@ def test_sums_and_gathers_of_one_rank_change_nothing(alone, device):
         alone.all_reduce(tensor)
         pending = alone.start_all_reduce(tensor)
         pending.wait()
-        alone.all_reduce(tensor, urgent=True)
         assert torch.equal(tensor, numbers.to(dtype))
     assert torch.equal(alone.all_gather(numbers)[0], numbers)
     alone.exchange([], [])
@@ -47,12 +46,12 @@ def test_sums_keep_the_order_of_their_stream(alone, device):
     """A sum comes after what its stream computed before it and before what it computes next, on two streams at once."""
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     results = []
-    for number, stream in enumerate(streams):
+    for stream in streams:
         with torch.cuda.stream(stream):
             tensor = torch.zeros(1 << 20, device=device)
             for _ in range(50):
                 tensor += 1
-                alone.all_reduce(tensor, urgent=number == 1)
+                alone.all_reduce(tensor)
             results.append(tensor)
     torch.cuda.synchronize(device)
     assert all(bool((tensor == 50).all()) for tensor in results)

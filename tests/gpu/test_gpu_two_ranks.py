@@ -26,13 +26,13 @@ def part_of(rank: int, count: int, seed: int) -> torch.Tensor:
 
 
 def device_sums(sizes: tuple[int, ...], **settings):
-    """Sums on the step's and the urgent lane, a gather and a move, by one rank; as bytes."""
+    """Sums, a gather and a move, by one rank; as bytes."""
     communicator = build_communicator("cuda_ipc", torch_device="cuda:0", deadline_s=60.0, **settings)
     rank = communicator.rank
     found = []
     for number, count in enumerate(sizes):
         tensor = part_of(rank, count, number).to("cuda:0")
-        communicator.all_reduce(tensor, urgent=number % 3 == 2)
+        communicator.all_reduce(tensor)
         found.append(tensor.cpu().numpy().tobytes())
     found += [part.cpu().numpy().tobytes() for part in communicator.all_gather(part_of(rank, 5 + rank, 99).to("cuda:0"))]
     peers = [peer for peer in range(communicator.size) if peer != rank]

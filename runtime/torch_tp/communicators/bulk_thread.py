@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from runtime.torch_tp.communicators.interface import PeerLost
@@ -19,14 +19,24 @@ from runtime.torch_tp.communicators.segments import shorten_naps
 
 MOVES_WAITING_MAX = 64
 LOOK_AROUND_S = 0.02
+NICENESS = 10
+BYTES_PER_S_MAX = 400e6
+"""While it moves; so much of the machine it may take."""
 
 
-@dataclass(frozen=True, slots=True)
-class BulkSettings:
-    """How much of the machine bulk moves may take: `niceness` of the thread, bytes per second while it moves."""
+class Landings:
+    """Contiguous room for what (peer, tensor) pairs are to receive."""
 
-    niceness: int = 10
-    bytes_per_s: float = 400e6
+    def __init__(self, receives: Sequence[tuple[int, Tensor]]) -> None:
+        self._targets = [tensor for _, tensor in receives]
+        self._buffers = [tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous() for tensor in self._targets]
+        self.pairs = [(peer, buffer) for (peer, _), buffer in zip(receives, self._buffers, strict=True)]
+
+    def hand_over(self) -> None:
+        """All has come: put it where it belongs."""
+        for tensor, buffer in zip(self._targets, self._buffers, strict=True):
+            if buffer is not tensor:
+                tensor.copy_(buffer)
 
 
 def check_pairs(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], rank: int, size: int) -> None:
@@ -41,8 +51,8 @@ def check_pairs(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[in
 class BulkThread:
     """Runs moves in order. The thread starts with the first one and belongs to the ordinary scheduling class whatever the caller's is."""
 
-    def __init__(self, settings: BulkSettings, is_alive: Callable[[], bool]) -> None:
-        self._settings, self._is_alive = settings, is_alive
+    def __init__(self, is_alive: Callable[[], bool]) -> None:
+        self._is_alive = is_alive
         self._work: queue.Queue[tuple[Callable[[], None], Future[None]] | None] = queue.Queue(MOVES_WAITING_MAX)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -66,7 +76,7 @@ class BulkThread:
 
     def pace(self, length_bytes: int, took_s: float) -> None:
         """Called by a move after each chunk: sleep off what it was faster than the limit."""
-        rest_s = length_bytes / self._settings.bytes_per_s - took_s
+        rest_s = length_bytes / BYTES_PER_S_MAX - took_s
         if rest_s > 0:
             time.sleep(rest_s)
 
@@ -96,5 +106,5 @@ class BulkThread:
         thread_id = threading.get_native_id()
         with contextlib.suppress(OSError):
             os.sched_setscheduler(thread_id, os.SCHED_BATCH, os.sched_param(0))
-            os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + self._settings.niceness)
+            os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + NICENESS)
         shorten_naps()

@@ -22,15 +22,14 @@ SLOTS = 2
 """A rank writes a slot again two sums later, when all have met once in between and have therefore read it."""
 
 CHUNK_BYTES = 8 * 1024 * 1024
-URGENT_CHUNK_BYTES = 1024 * 1024
 
 
 class _DeviceLane:
-    """One order of sums. `parts[rank]` is that rank's buffer, as bytes on the device."""
+    """`parts[rank]` is that rank's buffer, as bytes on the device."""
 
-    def __init__(self, host: shared_memory.SharedMemoryCommunicator, device: torch.device, chunk_bytes: int, urgent: bool) -> None:
-        self._host, self._device, self._chunk_bytes, self._urgent = host, device, chunk_bytes, urgent
-        own = torch.zeros(SLOTS * chunk_bytes, dtype=torch.uint8, device=device)
+    def __init__(self, host: shared_memory.SharedMemoryCommunicator, device: torch.device) -> None:
+        self._host, self._device = host, device
+        own = torch.zeros(SLOTS * CHUNK_BYTES, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)
         handles = host.all_gather(torch.frombuffer(bytearray(_handle_of(own)), dtype=torch.uint8))
         self.parts = [own if rank == host.rank else _opened(bytes(packed.numpy()), device) for rank, packed in enumerate(handles)]
@@ -40,14 +39,14 @@ class _DeviceLane:
 
     def sum(self, flat: Tensor) -> None:
         """In-place sum of a contiguous one-dimensional tensor over the ranks, in rank order."""
-        for chunk in flat.split(self._chunk_bytes // flat.element_size()):
-            begin = self._turn % SLOTS * self._chunk_bytes
+        for chunk in flat.split(CHUNK_BYTES // flat.element_size()):
+            begin = self._turn % SLOTS * CHUNK_BYTES
             self._turn += 1
             slots = [part[begin : begin + chunk.nbytes].view(chunk.dtype) for part in self.parts]
             slots[self._host.rank].copy_(chunk)
             self._read.synchronize()  # of the last sum, which may have been on another stream
             torch.cuda.current_stream(self._device).synchronize()
-            self._host.all_reduce(self._here, urgent=self._urgent)
+            self._host.all_reduce(self._here)
             chunk.copy_(sum_in_rank_order(slots))
             self._read.record(torch.cuda.current_stream(self._device))
 
@@ -61,13 +60,11 @@ class CudaIpcCommunicator:
         self._device = settings.torch_device
         self._host = shared_memory.build(settings)
         self.rank, self.size = self._host.rank, self._host.size
-        self._lanes = {
-            urgent: _DeviceLane(self._host, self._device, URGENT_CHUNK_BYTES if urgent else CHUNK_BYTES, urgent) for urgent in (False, True)
-        }
+        self._lane = _DeviceLane(self._host, self._device)
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         flat = tensor.contiguous().view(-1)
-        self._lanes[urgent].sum(flat)
+        self._lane.sum(flat)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
 

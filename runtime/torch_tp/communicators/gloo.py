@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from runtime.torch_tp.communicators.bulk_thread import BulkSettings, BulkThread, check_pairs
+from runtime.torch_tp.communicators.bulk_thread import BulkThread, Landings, check_pairs
 from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending, PendingSwap
 from runtime.torch_tp.communicators.rank_order import as_bytes, sum_in_rank_order
 from runtime.torch_tp.rendezvous import connect_store, local_address_towards
@@ -93,7 +93,7 @@ class GlooGroup:
 
 
 class GlooCommunicator:
-    """Steps, urgent sums and bulk moves each have a group of their own, so that none queues behind another."""
+    """Steps and bulk moves each have a group of their own, so that neither queues behind the other."""
 
     def __init__(self, settings: GroupSettings, name: str = "gloo") -> None:
         if settings.store_address is None:
@@ -106,18 +106,17 @@ class GlooCommunicator:
             raise PeerLost(str(error)) from error
         self._address = local_address_towards(*settings.store_address)
         self._name = f"e{settings.epoch}/{name}"
-        self._step, self._urgent, self._bulk = (self._group(lane) for lane in ("step", "urgent", "bulk"))
+        self._step, self._bulk = self._group("step"), self._group("bulk")
         self._open: deque[_GlooSum] = deque()
-        self._bulk_thread = BulkThread(BulkSettings(), settings.is_alive)
+        self._bulk_thread = BulkThread(settings.is_alive)
 
     def _group(self, lane: str) -> GlooGroup:
         deadline_s, is_alive = self._settings.deadline_s, self._settings.is_alive
         return GlooGroup(self._store, f"{self._name}/{lane}", self.rank, self.size, deadline_s, is_alive, self._address)
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
-        if not urgent:
-            self._finish_open()
-        self._sum(tensor, self._urgent if urgent else self._step)
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._finish_open()
+        self._sum(tensor, self._step)
 
     def _sum(self, tensor: Tensor, group: GlooGroup) -> None:
         work = tensor.contiguous()
@@ -165,9 +164,9 @@ class GlooCommunicator:
         length = torch.tensor([own.nbytes], dtype=torch.int64).view(torch.uint8)
         return [int(row.view(torch.int64)) for row in self._step.gather_bytes(length, self.size, "all_gather")]
 
-    def swap(self, own: Tensor, *, urgent: bool = False) -> list[Tensor]:
+    def swap(self, own: Tensor) -> list[Tensor]:
         """Gather equally long byte vectors."""
-        return _GlooSwap(self._urgent if urgent else self._step, own, self.size).wait()
+        return _GlooSwap(self._step, own, self.size).wait()
 
     def start_swap(self, own: Tensor) -> PendingSwap:
         """Begin a gather of equally long byte vectors."""
@@ -179,9 +178,9 @@ class GlooCommunicator:
 
     def _move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Chunk by chunk over all pairs at once: gloo matches a pair's messages by their order."""
-        landing = [(tensor, tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()) for _, tensor in receives]
+        landings = Landings(receives)
         outgoing = [(peer, as_bytes(tensor.contiguous())) for peer, tensor in sends]
-        incoming = [(peer, as_bytes(buffer)) for (peer, _), (_, buffer) in zip(receives, landing, strict=True)]
+        incoming = [(peer, as_bytes(buffer)) for peer, buffer in landings.pairs]
         longest = max((data.numel() for _, data in (*outgoing, *incoming)), default=0)
         for begin in range(0, longest, BULK_CHUNK_BYTES):
             self._bulk_thread.raise_if_closed()
@@ -196,14 +195,12 @@ class GlooCommunicator:
             for work in works:
                 self._bulk.wait_uninterrupted(work, "exchange")
             self._bulk_thread.pace(moved, time.monotonic() - begin_s)
-        for tensor, buffer in landing:
-            if buffer is not tensor:
-                tensor.copy_(buffer)
+        landings.hand_over()
 
     def close(self) -> None:
         """Dropping the groups closes their connections, which the peers see at once."""
         self._bulk_thread.close()
-        for lane in ("_step", "_urgent", "_bulk"):
+        for lane in ("_step", "_bulk"):
             if hasattr(self, lane):
                 delattr(self, lane)
 

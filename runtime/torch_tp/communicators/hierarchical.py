@@ -22,22 +22,17 @@ from runtime.torch_tp.communicators.interface import Communicator, GroupSettings
 from runtime.torch_tp.communicators.shared_memory import SharedMemoryCommunicator
 from runtime.torch_tp.communicators.tcp import TcpCommunicator
 from runtime.torch_tp.communicators.wire_codec import WireCodec, codec_of
-from runtime.torch_tp.link_probe import AlphaBeta, probe
+from runtime.torch_tp.link_cost import LinkCost
+from runtime.torch_tp.link_probe import probe
 
 LEADER = 0  # rank in its domain
-
-
-class SumWay(Protocol):
-    """Chooses how a sum of some size goes."""
-
-    def __call__(self, size_bytes: int) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class CheaperWay:
     """Flat or hierarchical, whichever the measured alpha and beta say is cheaper for the size; all ranks hold the same figures."""
 
-    costs: Mapping[str, AlphaBeta]
+    costs: Mapping[str, LinkCost]
 
     def __call__(self, size_bytes: int) -> str:
         return min(self.costs, key=lambda way: (self.costs[way].time_s(size_bytes), way))
@@ -46,7 +41,7 @@ class CheaperWay:
 class SwappingCommunicator(Communicator, Protocol):
     """What the leaders need besides: gathers of equally long byte vectors, for packed sums."""
 
-    def swap(self, own: Tensor, *, urgent: bool = False) -> list[Tensor]: ...
+    def swap(self, own: Tensor) -> list[Tensor]: ...
     def start_swap(self, own: Tensor) -> PendingSwap: ...
 
 
@@ -71,32 +66,32 @@ class HierarchicalCommunicator:
         self._by_domain = [[self._index[member] for member in cut] for cut in domains]
         self._own = next(cut for cut in self._by_domain if self.rank in cut)
         self._domain, self._leaders, self._flat, self._codec = domain, leaders, flat, codec
-        self.way: SumWay = lambda size_bytes: "hierarchical"
+        self.way: Callable[[int], str] = lambda size_bytes: "hierarchical"
 
-    def measure(self) -> dict[str, AlphaBeta]:
+    def measure(self) -> dict[str, LinkCost]:
         """Time both ways (called by all ranks alike) and take the cheaper one for each size from now on."""
         costs = probe({"flat": self._flat, "hierarchical": _AlwaysHierarchical(self)})
         self.way = CheaperWay(costs)
         return costs
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         if self.way(tensor.nbytes) == "flat":
-            self._flat.all_reduce(tensor, urgent=urgent)
+            self._flat.all_reduce(tensor)
         else:
-            self.reduce_by_domains(tensor, urgent)
+            self.reduce_by_domains(tensor)
 
-    def reduce_by_domains(self, tensor: Tensor, urgent: bool) -> None:
+    def reduce_by_domains(self, tensor: Tensor) -> None:
         """Reduce, exchange, broadcast. (In parts, one crossing while the next is reduced, 1 MiB took longer on loopback.)"""
         if self._domain is not None:
-            self._domain.reduce_to(LEADER, tensor, urgent=urgent)
+            self._domain.reduce_to(LEADER, tensor)
         if self._leaders is not None:
             with self._telling_the_domain():
                 if self._codec is None:
-                    self._leaders.all_reduce(tensor, urgent=urgent)
+                    self._leaders.all_reduce(tensor)
                 else:
-                    self._unpack_into(tensor, self._leaders.swap(self._pack(tensor), urgent=urgent))
+                    self._unpack_into(tensor, self._leaders.swap(self._pack(tensor)))
         if self._domain is not None:
-            self._domain.broadcast_from(LEADER, tensor, urgent=urgent)
+            self._domain.broadcast_from(LEADER, tensor)
 
     def start_crossing(self, tensor: Tensor) -> Callable[[], None]:
         """Reduce in the domain and begin to cross; what is returned ends the crossing and broadcasts."""
@@ -180,8 +175,8 @@ class _AlwaysHierarchical:
         self._whole = whole
         self.all_gather = whole.all_gather
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
-        self._whole.reduce_by_domains(tensor, urgent)
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._whole.reduce_by_domains(tensor)
 
 
 class _Crossing:

@@ -40,15 +40,15 @@ class PendingSwap(Protocol):
 class Communicator(Protocol):
     """The collectives of one epoch. `rank` counts from 0 to `size` - 1 in the order of the members.
 
-    Every rank makes the same calls in the same order, `wait`s included, from one thread; `urgent` all-reduces and `exchange`
-    are each an order of their own and may come from another thread. After PeerLost or CollectiveTimeout only `close` is
+    Every rank makes the same calls in the same order, `wait`s included, from one thread; `exchange` is an order of its own and may
+    come from another. After PeerLost or CollectiveTimeout only `close` is
     allowed: what the tensor holds is undefined.
     """
 
     rank: int
     size: int
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """In-place sum over the ranks, the same bits on every rank. Raises: PeerLost, CollectiveTimeout."""
         ...
 
@@ -158,7 +158,7 @@ def build_communicator(
         segment_names: one per domain, see `segment_names.segment_name`.
         deadline_s: for each collective, and for the building itself.
         is_alive: False ends every wait with PeerLost within a millisecond or so (fencing).
-        between, wire: what joins the leaders of domains ("tcp", "gloo", "nccl") and how sums cross there ("float32", "fp16", "int8": see
+        between, wire: what joins the leaders of domains ("tcp", "gloo") and how sums cross there ("float32", "fp16", "int8": see
             `wire_codec` for their error). "auto" also measures whether sums of a size are cheaper flat, which takes some 0.1 s.
     Raises: ValueError for settings that do not fit together; PeerLost or CollectiveTimeout when a member does not come.
     """

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from runtime.torch_tp.communicators.bulk_thread import BulkSettings, BulkThread, check_pairs
-from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending, PendingSwap
+from runtime.torch_tp.communicators.bulk_thread import BulkThread, Landings, check_pairs
+from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending
 from runtime.torch_tp.communicators.rank_order import as_bytes
 from runtime.torch_tp.rendezvous import connect_store
 
@@ -34,11 +34,11 @@ UNFINISHED_MAX = 4096  # operations the watchdog remembers per group; older ones
 class _WatchedGroup:
     """One NCCL process group and the operations on it that have not ended."""
 
-    def __init__(self, store: Any, name: str, settings: GroupSettings, urgent: bool) -> None:
+    def __init__(self, store: Any, name: str, settings: GroupSettings, high_priority: bool) -> None:
         nccl: Any = torch.distributed.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(seconds=3600.0)  # the watchdog here keeps the deadline
-        options.is_high_priority_stream = urgent
+        options.is_high_priority_stream = high_priority
         self.group: Any = nccl(PrefixStore(name, store), settings.own_index, len(settings.members), options)
         self._unfinished: deque[tuple[float, Any]] = deque(maxlen=UNFINISHED_MAX)
         self._lock = threading.Lock()
@@ -72,17 +72,16 @@ class NcclCommunicator:
         except OSError as error:
             raise PeerLost(str(error)) from error
         prefix = f"e{settings.epoch}/{name}"
-        self._step, self._urgent, self._bulk = (
-            _WatchedGroup(store, f"{prefix}/{lane}", settings, lane != "bulk") for lane in ("step", "urgent", "bulk")
-        )
-        self._bulk_thread = BulkThread(BulkSettings(), settings.is_alive)
+        self._step = _WatchedGroup(store, f"{prefix}/step", settings, high_priority=True)
+        self._bulk = _WatchedGroup(store, f"{prefix}/bulk", settings, high_priority=False)
+        self._bulk_thread = BulkThread(settings.is_alive)
         self._closing = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="nccl-watchdog", daemon=True)
         self._watchdog.start()
 
     def _watch(self) -> None:
         while not self._closing.wait(LOOK_AROUND_S):
-            age_s = max(group.oldest_age_s() for group in (self._step, self._urgent, self._bulk))
+            age_s = max(self._step.oldest_age_s(), self._bulk.oldest_age_s())
             if not self._settings.is_alive():
                 self._abort(PeerLost("this epoch was fenced"))
             elif age_s > self._settings.deadline_s:
@@ -93,7 +92,7 @@ class NcclCommunicator:
         self._failure = reason
         self._closing.set()
         logger.warning("nccl aborted epoch=%d reason=%s", self._settings.epoch, reason)
-        for watched in (self._step, self._urgent, self._bulk):
+        for watched in (self._step, self._bulk):
             watched.group.abort()
 
     def raise_if_lost(self) -> None:
@@ -109,38 +108,30 @@ class NcclCommunicator:
             self.raise_if_lost()
             raise PeerLost(f"NCCL: {error}") from error
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
-        watched = self._urgent if urgent else self._step
+    def all_reduce(self, tensor: Tensor) -> None:
         self.raise_if_lost()
-        self._wait(watched, watched.group.allreduce([tensor]))
+        self._wait(self._step, self._step.group.allreduce([tensor]))
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         self.raise_if_lost()
         return _NcclPending(self, self._step.begun(self._step.group.allreduce([tensor])))
 
-    def swap(self, own: Tensor, *, urgent: bool = False) -> list[Tensor]:
+    def _swap(self, own: Tensor) -> list[Tensor]:
         """Gather equally long byte vectors."""
-        watched = self._urgent if urgent else self._step
         rows = torch.empty((self.size, own.numel()), dtype=own.dtype, device=own.device)
         self.raise_if_lost()
-        self._wait(watched, watched.group._allgather_base(rows.view(-1), own))
+        self._wait(self._step, self._step.group._allgather_base(rows.view(-1), own))
         return list(rows)
-
-    def start_swap(self, own: Tensor) -> PendingSwap:
-        rows = torch.empty((self.size, own.numel()), dtype=own.dtype, device=own.device)
-        self.raise_if_lost()
-        work = self._step.begun(self._step.group._allgather_base(rows.view(-1), own))
-        return _NcclSwap(_NcclPending(self, work), rows)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Waits for the device, so that a loss shows here at the latest."""
         own = tensor.contiguous() if tensor.dim() else tensor.reshape(1)
-        columns = [int(part) for part in self.swap(torch.tensor([own.shape[-1]], device=own.device))]
+        columns = [int(part) for part in self._swap(torch.tensor([own.shape[-1]], device=own.device))]
         lead = own.shape[:-1]
         column_bytes = own.element_size() * math.prod(lead)
         padded = torch.zeros(max(1, max(columns) * column_bytes), dtype=torch.uint8, device=own.device)
         padded[: own.nbytes] = as_bytes(own)
-        rows = self.swap(padded)
+        rows = self._swap(padded)
         torch.cuda.current_stream(own.device).synchronize()
         self.raise_if_lost()
         parts = [row[: width * column_bytes].clone().view(own.dtype) for row, width in zip(rows, columns, strict=True)]
@@ -153,9 +144,9 @@ class NcclCommunicator:
     def _move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Chunks on a stream of their own. Of each pair the lower rank sends first: NCCL runs a pair's operations one after the other."""
         device = next((tensor.device for _, tensor in (*sends, *receives)), self._settings.torch_device)
-        landing = [(tensor, tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()) for _, tensor in receives]
+        landings = Landings(receives)
         outgoing = [(peer, as_bytes(tensor.contiguous())) for peer, tensor in sends]
-        incoming = [(peer, as_bytes(buffer)) for (peer, _), (_, buffer) in zip(receives, landing, strict=True)]
+        incoming = [(peer, as_bytes(buffer)) for peer, buffer in landings.pairs]
         with torch.cuda.stream(torch.cuda.Stream(device)):
             for begin in range(0, max((data.numel() for _, data in (*outgoing, *incoming)), default=0), BULK_CHUNK_BYTES):
                 begin_s, moved = time.monotonic(), 0
@@ -171,9 +162,7 @@ class NcclCommunicator:
                 torch.cuda.current_stream(device).synchronize()
                 self.raise_if_lost()
                 self._bulk_thread.pace(moved, time.monotonic() - begin_s)
-            for tensor, buffer in landing:
-                if buffer is not tensor:
-                    tensor.copy_(buffer)
+            landings.hand_over()
             torch.cuda.current_stream(device).synchronize()
 
     def close(self) -> None:
@@ -195,17 +184,6 @@ class _NcclPending:
             self._communicator.raise_if_lost()
             raise PeerLost(f"NCCL: {error}") from error
         self._communicator.raise_if_lost()
-
-
-class _NcclSwap:
-    """A started gather."""
-
-    def __init__(self, pending: Pending, rows: Tensor) -> None:
-        self._pending, self._rows = pending, rows
-
-    def wait(self) -> list[Tensor]:
-        self._pending.wait()
-        return list(self._rows)
 
 
 def build(settings: GroupSettings) -> NcclCommunicator:

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from runtime.torch_tp.communicators.interface import GroupSettings
-
-
-class DonePending:
-    """Result of a collective that needed no waiting."""
-
-    def wait(self) -> None:
-        return
+from runtime.torch_tp.communicators.interface import Done, GroupSettings
 
 
 class SerialCommunicator:
@@ -24,11 +15,11 @@ class SerialCommunicator:
     rank = 0
     size = 1
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         return
 
-    def start_all_reduce(self, tensor: Tensor) -> DonePending:
-        return DonePending()
+    def start_all_reduce(self, tensor: Tensor) -> Done:
+        return Done()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor]

@@ -127,11 +127,6 @@ def write_flag(address, value):  # type: ignore[no-untyped-def]
     store_release(address, value)
 
 
-@njit("void(int64, int64, int64)", nogil=True, cache=True)
-def copy_bytes(target, source, count):  # type: ignore[no-untyped-def]
-    _memcpy(target, source, count)
-
-
 @njit("int64(int64)", nogil=True, cache=True, inline="never")
 def now_ns(clock):  # type: ignore[no-untyped-def]
     _clock_gettime(CLOCK_MONOTONIC, clock)

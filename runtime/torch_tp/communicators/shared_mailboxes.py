@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from runtime.torch_tp.communicators import shared_flags as flags
-from runtime.torch_tp.communicators.bulk_thread import BulkSettings, BulkThread, check_pairs
+from runtime.torch_tp.communicators.bulk_thread import BulkThread, Landings, check_pairs
 from runtime.torch_tp.communicators.segments import Segment
 from runtime.torch_tp.communicators.waiting import PeerWatch
 
@@ -49,7 +48,7 @@ class _Move:
 class Mailboxes:
     """The rings of all pairs, at `offset` in the segment."""
 
-    def __init__(self, segment: Segment, offset: int, watch: PeerWatch, step_flags: int, settings: BulkSettings | None = None) -> None:
+    def __init__(self, segment: Segment, offset: int, watch: PeerWatch, step_flags: int) -> None:
         self._segment = segment
         self._watch = watch
         self._rank, self._size = segment.rank, segment.size
@@ -58,7 +57,7 @@ class Mailboxes:
         self._step_flags = step_flags
         self._counts: dict[tuple[int, int], int] = {}  # chunks passed so far, by (sender, receiver)
         self._scratch = np.zeros(2, np.int64)
-        self._thread = BulkThread(settings if settings is not None else BulkSettings(), watch.is_alive)
+        self._thread = BulkThread(watch.is_alive)
 
     @staticmethod
     def _line_bytes(size: int) -> int:
@@ -77,8 +76,8 @@ class Mailboxes:
 
     def _move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         outgoing = [_Move(peer, tensor.contiguous()) for peer, tensor in sends if tensor.nbytes]
-        landing = [(tensor, tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()) for _, tensor in receives]
-        incoming = [_Move(peer, buffer) for (peer, _), (_, buffer) in zip(receives, landing, strict=True) if buffer.nbytes]
+        landings = Landings(receives)
+        incoming = [_Move(peer, buffer) for peer, buffer in landings.pairs if buffer.nbytes]
         queues = [(True, _by_peer(outgoing)), (False, _by_peer(incoming))]
         idle_since_s = time.monotonic()
         while any(lane for _, lanes in queues for lane in lanes.values()):
@@ -93,9 +92,7 @@ class Mailboxes:
                 idle_since_s = time.monotonic()
             else:
                 self._rest(idle_since_s, queues)
-        for tensor, buffer in landing:
-            if buffer is not tensor:
-                tensor.copy_(buffer)
+        landings.hand_over()
 
     def _rest(self, idle_since_s: float, queues: Sequence[tuple[bool, dict[int, deque[_Move]]]]) -> None:
         self._thread.raise_if_closed()

@@ -28,7 +28,6 @@ from runtime.torch_tp.communicators.shared_mailboxes import Mailboxes
 from runtime.torch_tp.communicators.waiting import PeerWatch
 
 CHUNK_BYTES = 128 * 1024
-URGENT_CHUNK_BYTES = 32 * 1024
 PIECES_FROM_BYTES = 32 * 1024  # from here, three ranks and more sum a piece each
 _WIDTHS = (torch.float32, torch.bfloat16)  # summed by compiled code
 EVERYBODY = -1
@@ -64,15 +63,15 @@ def crowded_polls(ranks: int) -> int:
 class Lane:
     """One order of messages between the ranks: used by one thread of each at a time."""
 
-    def __init__(self, segment: Segment, offset: int, layout: LaneLayout, watch: PeerWatch) -> None:
+    def __init__(self, segment: Segment, layout: LaneLayout, watch: PeerWatch) -> None:
         self._segment = segment  # keeps the mapping alive
         self._watch = watch
         self.rank, self.size = segment.rank, segment.size
         self.chunk_bytes = layout.chunk_bytes
         self.stride = layout.stride
-        self.flags = segment.address + offset
+        self.flags = segment.address
         self._slots = self.flags + layout.flag_bytes
-        self._slots_offset = segment.offset + offset + layout.flag_bytes
+        self._slots_offset = segment.offset + layout.flag_bytes
         self.polls = crowded_polls(segment.size)
         self._scratch = np.zeros(2, np.int64)
         self.clock = int(self._scratch.ctypes.data)
@@ -326,18 +325,16 @@ class _Started:
 
 
 class SharedMemoryCommunicator:
-    """All collectives of the ranks of one host over one segment: a lane for steps, one for urgent sums, mailboxes for bulk moves."""
+    """All collectives of the ranks of one host over one segment: a lane for steps, mailboxes for bulk moves."""
 
     def __init__(self, segment_name: str, rank: int, members: Sequence[int], deadline_s: float, is_alive: Callable[[], bool]) -> None:
         self.rank, self.size = rank, len(members)
         self.watch = PeerWatch(members, deadline_s, is_alive)
-        layouts = [LaneLayout(self.size, CHUNK_BYTES), LaneLayout(self.size, URGENT_CHUNK_BYTES)]
-        lane_bytes = sum(layout.total_bytes for layout in layouts)
-        self._segment = Segment(segment_name, rank, self.size, lane_bytes + Mailboxes.total_bytes(self.size))
+        layout = LaneLayout(self.size, CHUNK_BYTES)
+        self._segment = Segment(segment_name, rank, self.size, layout.total_bytes + Mailboxes.total_bytes(self.size))
         self.watch.has_left = self._segment.has_left
-        self.step_lane = Lane(self._segment, 0, layouts[0], self.watch)
-        self._urgent_lane = Lane(self._segment, layouts[0].total_bytes, layouts[1], self.watch)
-        self._mailboxes = Mailboxes(self._segment, lane_bytes, self.watch, self.step_lane.flags)
+        self._lane = Lane(self._segment, layout, self.watch)
+        self._mailboxes = Mailboxes(self._segment, layout.total_bytes, self.watch, self._lane.flags)
         self._closed = False
         try:
             self._segment.attach(self.watch)
@@ -346,24 +343,21 @@ class SharedMemoryCommunicator:
             raise
         shorten_naps()
 
-    def lane(self, urgent: bool) -> Lane:
-        return self._urgent_lane if urgent else self.step_lane
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._lane.sum(tensor)
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
-        self.lane(urgent).sum(tensor)
-
-    def reduce_to(self, leader: int, tensor: Tensor, *, urgent: bool = False) -> None:
+    def reduce_to(self, leader: int, tensor: Tensor) -> None:
         """In-place sum on the rank `leader` only."""
-        self.lane(urgent).reduce_to(leader, tensor)
+        self._lane.reduce_to(leader, tensor)
 
-    def broadcast_from(self, leader: int, tensor: Tensor, *, urgent: bool = False) -> None:
-        self.lane(urgent).broadcast_from(leader, tensor)
+    def broadcast_from(self, leader: int, tensor: Tensor) -> None:
+        self._lane.broadcast_from(leader, tensor)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        return self.step_lane.start(tensor)
+        return self._lane.start(tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return self.step_lane.gather(tensor)
+        return self._lane.gather(tensor)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         self._mailboxes.exchange(sends, receives)

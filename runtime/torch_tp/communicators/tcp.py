@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.torch_tp.communicators.bulk_thread import BulkSettings, BulkThread, check_pairs
+from runtime.torch_tp.communicators.bulk_thread import BulkThread, Landings, check_pairs
 from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending, PendingSwap
 from runtime.torch_tp.communicators.rank_order import as_bytes, piece_cuts, sum_in_rank_order
 from runtime.torch_tp.communicators.shared_flags import sum_float
 from runtime.torch_tp.communicators.socket_exchange import ALL_DONE, CLOSED, swap_with_all
 from runtime.torch_tp.rendezvous import connect_store, listen, local_address_towards
 
-LANES = ("step", "urgent", "bulk")
+LANES = ("step", "bulk")
 PIECES_FROM_BYTES = 64 * 1024  # from here, three ranks and more exchange pieces instead of everything
 SWAP_UP_TO_BYTES = 4 * 1024 * 1024
 BULK_CHUNK_BYTES = 64 * 1024
@@ -255,7 +255,7 @@ class _Swap:
 
 
 class TcpCommunicator:
-    """The contract of `Communicator` over three meshes."""
+    """The contract of `Communicator` over two meshes."""
 
     def __init__(self, settings: GroupSettings, name: str = "tcp") -> None:
         if settings.store_address is None:
@@ -263,7 +263,7 @@ class TcpCommunicator:
         self.rank, self.size = settings.own_index, len(settings.members)
         try:
             store = connect_store(settings.store_address, settings.deadline_s)
-            self._step, self._urgent, self._bulk = connect_meshes(
+            self._step, self._bulk = connect_meshes(
                 store,
                 f"e{settings.epoch}/{name}",
                 local_address_towards(*settings.store_address),
@@ -274,18 +274,16 @@ class TcpCommunicator:
             )
         except OSError as error:
             raise PeerLost(str(error)) from error
-        self._step_swap, self._urgent_swap = _Swap(self._step), _Swap(self._urgent)
+        self._swap = _Swap(self._step)
         self._open: deque[_TcpSum] = deque()
-        self._bulk_thread = BulkThread(BulkSettings(), settings.is_alive)
+        self._bulk_thread = BulkThread(settings.is_alive)
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
-        if not urgent:
-            self._finish_open()
-        swap, mesh = (self._urgent_swap, self._urgent) if urgent else (self._step_swap, self._step)
-        if swap.fits(tensor):
-            swap.sum(tensor)
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._finish_open()
+        if self._swap.fits(tensor):
+            self._swap.sum(tensor)
         else:
-            _TcpSum(mesh, tensor).complete()
+            _TcpSum(self._step, tensor).complete()
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         started = _TcpSum(self._step, tensor)
@@ -321,14 +319,13 @@ class TcpCommunicator:
         parts[self.rank] = own.clone()
         return parts
 
-    def swap(self, own: Tensor, *, urgent: bool = False) -> list[Tensor]:
+    def swap(self, own: Tensor) -> list[Tensor]:
         """Gather equally long byte vectors."""
-        at_once, mesh = (self._urgent_swap, self._urgent) if urgent else (self._step_swap, self._step)
-        if at_once.fits(own):
-            rows = torch.from_numpy(at_once.rows(own)[: own.nbytes * self.size].copy()).view(own.dtype).view(self.size, -1)
+        if self._swap.fits(own):
+            rows = torch.from_numpy(self._swap.rows(own)[: own.nbytes * self.size].copy()).view(own.dtype).view(self.size, -1)
             rows[self.rank] = own
             return list(rows)
-        return _TcpSwap(mesh, own).wait()
+        return _TcpSwap(self._step, own).wait()
 
     def start_swap(self, own: Tensor) -> PendingSwap:
         """Begin a gather of equally long byte vectors."""
@@ -340,9 +337,9 @@ class TcpCommunicator:
 
     def _move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Each message goes behind its length; chunk by chunk over all peers at once."""
-        landing = [(tensor, tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()) for _, tensor in receives]
+        landings = Landings(receives)
         lengths = np.zeros(len(receives), np.int64)
-        for index, ((peer, _), (_, buffer)) in enumerate(zip(receives, landing, strict=True)):
+        for index, (peer, buffer) in enumerate(landings.pairs):
             self._bulk.expect(peer, lengths[index : index + 1].view(np.uint8).data, view_of(buffer))
         queues: dict[int, deque[memoryview]] = {}
         for peer, tensor in sends:
@@ -360,16 +357,15 @@ class TcpCommunicator:
             self._bulk_thread.raise_if_closed()
             self._bulk_thread.pace(moved, time.monotonic() - begin_s)
         self._bulk.settle("exchange")
-        for (peer, tensor), (_, buffer), length in zip(receives, landing, lengths.tolist(), strict=True):
-            if length != tensor.nbytes:
-                raise ValueError(f"exchange: rank {self._bulk.labels[peer]} sent {length} bytes where {tensor.nbytes} are expected")
-            if buffer is not tensor:
-                tensor.copy_(buffer)
+        for (peer, buffer), length in zip(landings.pairs, lengths.tolist(), strict=True):
+            if length != buffer.nbytes:
+                raise ValueError(f"exchange: rank {self._bulk.labels[peer]} sent {length} bytes where {buffer.nbytes} are expected")
+        landings.hand_over()
 
     def close(self) -> None:
         """Closed connections tell the peers."""
         self._bulk_thread.close()
-        for mesh in (self._step, self._urgent, self._bulk):
+        for mesh in (self._step, self._bulk):
             mesh.close()
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -32,9 +31,6 @@ _STEPS = 127.0
 class WireCodec(Protocol):
     """Packs float32 vectors on the CPU."""
 
-    @property
-    def name(self) -> str: ...
-
     def pack(self, numbers: Tensor) -> Tensor:
         """float32 of shape (count,) to uint8; the length depends on `count` only."""
         ...
@@ -43,16 +39,9 @@ class WireCodec(Protocol):
         """The float32 sum of packed vectors, in their order."""
         ...
 
-    def error_bound(self, parts: Sequence[Tensor]) -> Tensor:
-        """The bound above for the partial sums of all domains, shape (count,)."""
-        ...
 
-
-@dataclass(frozen=True, slots=True)
 class Fp16Wire:
     """Half the bytes, behind the scale as a float32. What is not finite stays so."""
-
-    name: str = "fp16"
 
     @staticmethod
     def _scale(numbers: Tensor) -> float:
@@ -73,9 +62,6 @@ class Fp16Wire:
             scale = float(aligned[:4].view(torch.float32))
             total.add_(aligned[4:].view(torch.float16).to(torch.float32), alpha=scale)
         return total
-
-    def error_bound(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.stack([part.abs() * 2.0**-11 + self._scale(part) * 2.0**-25 for part in parts]).sum(0)
 
 
 @njit("int64(int64, int64, int64)", nogil=True, cache=True)
@@ -113,11 +99,8 @@ def _add_int8(source, count, total):  # type: ignore[no-untyped-def]
             sums[i] += scale * np.float32(steps[i])
 
 
-@dataclass(frozen=True, slots=True)
 class Int8Wire:
     """About a quarter of the bytes."""
-
-    name: str = "int8"
 
     def pack(self, numbers: Tensor) -> Tensor:
         """Raises: ValueError for numbers that are not finite: 8 bits cannot say so."""
@@ -135,13 +118,6 @@ class Int8Wire:
             aligned = row if row.data_ptr() % 4 == 0 else row.clone()
             _add_int8(aligned.data_ptr(), count, total.data_ptr())
         return total
-
-    def error_bound(self, parts: Sequence[Tensor]) -> Tensor:
-        bounds = []
-        for part in parts:
-            blocks = torch.nn.functional.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
-            bounds.append(blocks.abs().amax(1).repeat_interleave(BLOCK)[: part.numel()] / (2 * _STEPS))
-        return torch.stack(bounds).sum(0)
 
 
 CODECS: dict[str, WireCodec] = {"fp16": Fp16Wire(), "int8": Int8Wire()}

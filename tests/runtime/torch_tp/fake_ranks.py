@@ -27,7 +27,7 @@ class ThreadCommunicator:
         self.rank, self.size = rank, size
         self._barrier, self._board = barrier, board
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         parts = self.all_gather(tensor.clone())
         total = parts[0].clone()
         for part in parts[1:]:

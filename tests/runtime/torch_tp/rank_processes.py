@@ -34,7 +34,7 @@ class Outcome:
 def _run(program: Callable[..., Any], options: dict[str, Any], answer: Connection) -> None:
     import torch
 
-    from runtime.torch_tp.rendezvous import die_with_parent
+    from runtime.torch_tp.parent_death import die_with_parent
 
     die_with_parent(os.getppid())
     torch.set_num_threads(1)

@@ -48,7 +48,7 @@ def mixed_calls(kind: str, seed: int, calls: int, **settings: Any) -> list[bytes
 
 
 def mixed_calls_on(communicator: Communicator, seed: int, calls: int) -> list[bytes]:
-    """A random sequence of sums, started sums, urgent sums, gathers and strided tensors: the same on every rank."""
+    """A random sequence of sums, started sums, gathers and strided tensors: the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     results: list[Tensor] = []
     pending: list[Any] = []
@@ -58,10 +58,8 @@ def mixed_calls_on(communicator: Communicator, seed: int, calls: int) -> list[by
             int(torch.randint(1, 90_000, (1,), generator=generator)) if what % 2 else int(torch.randint(1, 700, (1,), generator=generator))
         )
         tensor = part_of(communicator.rank, count, torch.float32) + number
-        if what <= 1:
+        if what <= 2:
             communicator.all_reduce(tensor)
-        elif what == 2:
-            communicator.all_reduce(tensor, urgent=True)
         elif what == 3:
             pending.append(communicator.start_all_reduce(tensor))
         elif what == 4:

@@ -651,20 +651,6 @@ def test_a_recovery_is_a_pause_and_what_is_computed_again_is_redone():
 # --- pool and failure -------------------------------------------------------------------------------------------------------
 
 
-def test_a_smaller_pool_displaces_and_ends_only_what_cannot_fit():
-    serving = Serving(kv_tokens_max=1200, growth_tokens=200)
-    small = [serving.submit(make(f"s{i}", prompt=[i] * 20, max_tokens=200)) for i in range(4)]
-    large = serving.submit(make("large", prompt=[9] * 100, max_tokens=400))
-    serving.step()
-    serving.step()
-    serving.batcher.resize_pool(460, serving.now_s)
-    serving.ranks.kv_tokens_max = 460
-    serving.run()
-    assert serving.end(large).finish_reason == "error" and "460" in serving.end(large).detail
-    for request in small:
-        assert serving.tokens(request) == expected_answer(request)
-
-
 def test_fail_all_ends_everything_once():
     serving = Serving(slots_max=2)
     requests = [serving.submit(make(f"r{i}", max_tokens=30)) for i in range(5)]

@@ -117,8 +117,8 @@ class BatcherMachine(RuleBasedStateMachine):
         self.take(self.batcher.apply(StepResult(result.step, result.tokens, (), began_s, self.now_s), self.now_s))
         self.command = None
         held = {slot: self.ranks.slots[slot].tokens_max for slot in self.ranks.slots}
-        pending = set(self.batcher._releases)
-        ledger = self.batcher._ledger
+        pool = self.batcher._batch.pool
+        pending, ledger = set(pool._releases), pool.ledger
         assert set(held) - pending == set(ledger.running) | set(ledger.retained)
         assert all(held[slot] == ledger.reserved(slot) for slot in set(held) - pending)
 

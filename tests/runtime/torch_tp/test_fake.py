@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.torch_tp.communicators.fake import FakeCommunicator, fake_group
 from runtime.torch_tp.communicators.interface import CollectiveTimeout, PeerLost
+from tests.runtime.torch_tp.fake_communicator import FakeCommunicator, fake_group
 
 
 def on_all(fakes: list[FakeCommunicator], program: Callable[[FakeCommunicator], Any]) -> list[Any]:

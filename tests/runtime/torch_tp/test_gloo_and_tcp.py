@@ -134,7 +134,7 @@ def test_a_stranger_on_the_port_is_shown_out():
         second.start()
         first.join(10.0)
         second.join(10.0)
-    assert sorted(found) == [0, 1] and [list(mesh.streams) for mesh in found[0]] == [[1]] * 3
+    assert sorted(found) == [0, 1] and [list(mesh.streams) for mesh in found[0]] == [[1]] * len(tcp.LANES)
     for meshes in found.values():
         for mesh in meshes:
             mesh.close()

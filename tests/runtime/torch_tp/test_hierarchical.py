@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from runtime.torch_tp.communicators.rank_order import sum_in_rank_order
-from runtime.torch_tp.communicators.wire_codec import CODECS
 from runtime.torch_tp.rendezvous import listen, serve_store
 from tests.runtime.torch_tp import rank_programs
 from tests.runtime.torch_tp.rank_processes import ranks
+from tests.runtime.torch_tp.wire_bounds import error_bound
 
 SIZES = (3, 5_000, 70_001)
 TWO_BY_TWO = ((0, 1), (2, 3))
@@ -52,7 +52,7 @@ def test_packed_sums_are_the_same_on_all_ranks_and_within_their_bound(store, wir
         found = torch.frombuffer(bytearray(results[0][index]), dtype=torch.float32)
         parts = [rank_programs.part_of(rank, count, torch.float32) for rank in range(4)]
         crossing = [parts[0] + parts[1], parts[2] + parts[3]]
-        bound = CODECS[wire].error_bound(crossing) + 2.0**-22 * (crossing[0].abs() + crossing[1].abs())
+        bound = error_bound(wire, crossing) + 2.0**-22 * (crossing[0].abs() + crossing[1].abs())
         error = (found - (crossing[0] + crossing[1])).abs()
         assert bool((error <= bound).all())
         assert count < 1000 or float(error.max()) > 0.0  # it was packed indeed

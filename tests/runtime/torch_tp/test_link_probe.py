@@ -6,9 +6,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from runtime.torch_tp.communicators.fake import fake_group
 from runtime.torch_tp.communicators.hierarchical import CheaperWay
-from runtime.torch_tp.link_probe import AlphaBeta, fit_alpha_beta, measure_all_reduce
+from runtime.torch_tp.link_cost import LinkCost
+from runtime.torch_tp.link_probe import measure_all_reduce
+from tests.runtime.torch_tp.fake_communicator import fake_group
 from tests.runtime.torch_tp.test_fake import on_all
 
 
@@ -16,25 +17,25 @@ from tests.runtime.torch_tp.test_fake import on_all
 @given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-7))
 def test_exact_times_give_their_alpha_and_beta(alpha_s, beta_s_per_byte):
     sizes = (2048, 32768, 524288, 1 << 22)
-    fitted = fit_alpha_beta(sizes, [alpha_s + beta_s_per_byte * size for size in sizes])
+    fitted = LinkCost.fit(sizes, [alpha_s + beta_s_per_byte * size for size in sizes])
     for size in sizes:
         assert fitted.time_s(size) == pytest.approx(alpha_s + beta_s_per_byte * size, rel=1e-6)
 
 
 def test_times_that_fall_with_size_give_no_negative_beta():
-    fitted = fit_alpha_beta((1000, 2000), (3e-4, 2e-4))
+    fitted = LinkCost.fit((1000, 2000), (3e-4, 2e-4))
     assert fitted.beta_s_per_byte == 0.0 and 2e-4 < fitted.alpha_s < 3e-4
-    assert fit_alpha_beta((1000, 100_000), (1e-6, 2e-4)).alpha_s == 0.0
+    assert LinkCost.fit((1000, 100_000), (1e-6, 2e-4)).alpha_s == 0.0
 
 
 def test_one_size_is_not_enough():
     with pytest.raises(ValueError, match="at least two sizes"):
-        fit_alpha_beta((1000, 1000), (1e-4, 2e-4))
+        LinkCost.fit((1000, 1000), (1e-4, 2e-4))
 
 
 def test_the_cheaper_way_changes_at_the_crossing():
     """300 us + 1 ns per byte against 100 us + 3 ns: equal at 100,000 bytes."""
-    way = CheaperWay({"flat": AlphaBeta(300e-6, 1e-9), "hierarchical": AlphaBeta(100e-6, 3e-9)})
+    way = CheaperWay({"flat": LinkCost(300e-6, 1e-9), "hierarchical": LinkCost(100e-6, 3e-9)})
     assert [way(99_000), way(101_000)] == ["hierarchical", "flat"]
 
 

@@ -156,7 +156,7 @@ def test_a_failed_step_may_be_run_again(grouped):
     class Failing:
         calls = 0
 
-        def all_reduce(self, tensor, *, urgent=False):
+        def all_reduce(self, tensor):
             self.calls += 1
             if self.calls == 3:
                 raise RuntimeError("peer lost")
@@ -168,8 +168,8 @@ def test_a_failed_step_may_be_run_again(grouped):
     torch.testing.assert_close(ranks.logits_of(0, 1, ids[8:], [], start=8), oracle_logits(model, ids)[8:], atol=TOLERANCE, rtol=0)
 
 
-def test_progress_timings_and_bytes(grouped):
-    """The progress callback ticks once per layer in order; times are sane; no weight byte was copied for either plan."""
+def test_progress_and_bytes(grouped):
+    """The progress callback ticks once per layer in order; no weight byte was copied for either plan."""
     checkpoint, _ = grouped
     ranks = Ranks(checkpoint, 2)
     for version, shares in ((1, [1.0, 1.0]), (2, [2.0, 1.0])):
@@ -180,10 +180,7 @@ def test_progress_timings_and_bytes(grouped):
     ranks.forward([Slice(0, 1, [1, 2, 3], 0)])
     assert ticks == [0, 1, 2]
     for part in ranks.models:
-        timings = part.timings
-        assert timings.compute_s > 0 and 0 < timings.communication_wait_s <= timings.wall_s
-        assert 0 <= timings.memory_stall_s <= timings.compute_s
-        assert part.loaded_bytes == 0
+        assert part.memory_stall_s >= 0 and part.loaded_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
-from runtime.torch_tp.overlap import LinkCost, pays_in_halves
+from runtime.torch_tp.link_cost import LinkCost
+from runtime.torch_tp.overlap import pays_in_halves
 from runtime.torch_tp.steps import SliceCommand, StepCommand
 
 
 def command(slices: int, tokens: int = 1) -> StepCommand:
     return StepCommand(1, tuple(SliceCommand(slot, str(slot), 1, (1,) * tokens, 0, True) for slot in range(slices)))
-
-
-def test_the_link_is_found_from_its_times():
-    link = LinkCost.fit([(size, 1e-4 + size * 1e-9, 1.0) for size in (2048, 32768, 524288)])
-    assert (link.alpha_s, link.beta_s_per_byte) == pytest.approx((1e-4, 1e-9))
 
 
 def test_bytes_must_outweigh_the_start():

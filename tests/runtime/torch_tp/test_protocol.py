@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.domain.plans import LayerPlans, SplitPlan
-from runtime.torch_tp.orders import Configuration, Failure, Hello, Prepared, PrepareOrder, StepDone, SwitchOrder
+from runtime.torch_tp.orders import Configuration, Failure, Hello, Prepared, PrepareOrder, StepDone, StepOrder, SwitchOrder
 from runtime.torch_tp.protocol import (
     FRAME_BYTES_MAX,
     FrameReader,
@@ -17,13 +17,12 @@ from runtime.torch_tp.protocol import (
     Message,
     ProtocolError,
     encode,
-    pack,
     tokens_match,
     unpack,
 )
-from runtime.torch_tp.requests import SamplingSettings
+from runtime.torch_tp.requests import SamplingSettings, TokenLogprobs
 from runtime.torch_tp.slot_records import SlotRecord
-from runtime.torch_tp.steps import NewSlot
+from runtime.torch_tp.steps import NewSlot, SliceCommand, SlotGrowth, SlotTokens, StepCommand
 
 PLAN = LayerPlans(3, (SplitPlan((2, 0, 1), (3, 1, 0), (5, 5, 0), mlp_block=4, version=3), SplitPlan((1, 1, 1), (4, 0, 0), (5, 5, 0), 4, 3)))
 RECORD = SlotRecord(NewSlot(1, "größe", 3, 64, 2**62, SamplingSettings(temperature=1.0), prompt=(1, 2), logprobs=0), 17)
@@ -34,7 +33,8 @@ BODIES = [
     PrepareOrder(None),
     Prepared((1,), 0, 12345, 0.25),
     SwitchOrder(True, (), PLAN),
-    StepDone([[0, [1, 2], []]], 0.1, 0.0, 0.2, 0.01, (0.05, 0.04, 0.01), 0.0),
+    StepDone((SlotTokens(0, (1, 2), (TokenLogprobs(-0.5, ((1, -0.5),)),) * 2),), 0.1, 0.0, 0.2, 0.01, (0.05, 0.04, 0.01)),
+    StepOrder(StepCommand(9, (SliceCommand(1, "a", 3, (5, 6), 2, True),), new_slots=(RECORD.new,), growths=(SlotGrowth(1, 80),)), True),
     Failure(5, False, "ValueError: x"),
 ]
 
@@ -79,7 +79,8 @@ def test_a_body_of_another_shape_is_refused(data):
 
 
 def test_an_invariant_of_a_plan_is_checked_on_arrival():
-    wire = pack(PLAN)
+    (message,) = FrameReader().feed(encode(Message(Kind.STEP, body=PLAN)))
+    wire = message.body
     wire[1][0][0] = [-1, 2, 2]
     with pytest.raises(ProtocolError, match="widths >= 0"):
         unpack(LayerPlans, wire)
@@ -92,7 +93,7 @@ def test_a_body_too_large_for_a_frame_is_refused_where_it_is_made():
 
 def test_objects_have_no_wire_form():
     with pytest.raises(TypeError, match="no wire form"):
-        pack(object())
+        encode(Message(Kind.STEP, body=object()))
 
 
 def test_tokens_are_compared_whole():

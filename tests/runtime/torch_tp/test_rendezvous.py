@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from runtime.torch_tp.communicators.segment_names import segment_folder, start_ticks
-from runtime.torch_tp.rendezvous import RendezvousProcess, connect_store, listen, local_address_towards, place_from_environment, serve_store
+from runtime.torch_tp.rendezvous import RendezvousProcess, connect_store, listen, local_address_towards, serve_store
 
 
 def listening_addresses(pid: int) -> set[str]:
@@ -125,18 +125,6 @@ def test_the_store_dies_with_its_parent_and_sweeps_what_the_parent_left(how):
         time.sleep(0.02)
     with socket.socket() as again:
         again.bind(("127.0.0.1", int(port)))
-
-
-def test_torchruns_environment():
-    environment = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29501", "RANK": "2", "WORLD_SIZE": "4"}
-    place = place_from_environment(environment)
-    assert (place.store_address, place.rank, place.world_size) == (("10.0.0.7", 29501), 2, 4)
-    with pytest.raises(ValueError, match="missing: MASTER_PORT, RANK"):
-        place_from_environment({"MASTER_ADDR": "a", "WORLD_SIZE": "2"})
-    with pytest.raises(ValueError, match="RANK='x'"):
-        place_from_environment({**environment, "RANK": "x"})
-    with pytest.raises(ValueError, match="outside world_size=4"):
-        place_from_environment({**environment, "RANK": "4"})
 
 
 def test_gloo_uses_the_address_that_leads_to_the_store():

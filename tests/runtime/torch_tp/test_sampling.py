@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from runtime.torch_tp.communicators.fake import fake_group
 from runtime.torch_tp.requests import SamplingSettings, TokenLogprobs
 from runtime.torch_tp.sampling import SampledTokens, SamplingState, draw, logprobs_of, sample, uniform
 from runtime.torch_tp.shares import Interval, cut
 from runtime.torch_tp.steps import BROKEN_TOKEN, NewSlot
+from tests.runtime.torch_tp.fake_communicator import fake_group
 
 ROWS = 60
 

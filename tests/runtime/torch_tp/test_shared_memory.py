@@ -64,10 +64,10 @@ def test_bfloat16_sum_rounds_to_nearest_even_and_keeps_infinities():
 
 
 def test_random_calls_of_all_kinds_agree_between_ranks_and_with_the_fake():
-    """Started, urgent, strided and gathered tensors in one random order: same results as threads that add directly."""
+    """Started, strided and gathered tensors in one random order: same results as threads that add directly."""
     import threading
 
-    from runtime.torch_tp.communicators.fake import fake_group
+    from tests.runtime.torch_tp.fake_communicator import fake_group
 
     with ranks(rank_programs.mixed_calls, 3, kind="shm", seed=11, calls=60) as group:
         real = group.values()

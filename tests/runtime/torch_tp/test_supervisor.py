@@ -15,12 +15,13 @@ import pytest
 from envs.decision.detection import FailureKind
 from envs.decision.layer_cuts import layer_plans
 from envs.domain.plans import LayerPlans
+from runtime.torch_tp.group import Group
 from runtime.torch_tp.nursery import Nursery
-from runtime.torch_tp.orders import Failure
+from runtime.torch_tp.orders import Failure, PrepareOrder
 from runtime.torch_tp.protocol import Kind, Message
 from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.steps import SliceCommand, StepCommand
-from runtime.torch_tp.supervisor import GroupGone, GroupRebuilt, RankSettings, Supervisor
+from runtime.torch_tp.supervisor import GroupError, GroupGone, GroupRebuilt, RankSettings, Supervisor
 from tests.runtime.torch_tp.group_driver import SETTINGS, Driver, Run, generate
 
 SAMPLED = SamplingSettings(temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=7)
@@ -306,30 +307,47 @@ def test_with_buddies_a_loss_costs_no_second_prefill(dreams, nursery, undisturbe
         assert len(run.rebuilt) == 1
 
 
-class SlowListener(Supervisor):
+class SlowListener(Group):
     """Hears what the survivors say of a lost group only when it is about to make the next one."""
 
     heard = False
 
     def _regroup(self, plans: tuple[LayerPlans, ...] | None = None) -> None:
         order = self._rounds.get(Kind.DONE)
-        if len(self.members) == 3 and not self.heard and order is not None:
-            self.heard = True
+        if len(self.members) == 3 and not SlowListener.heard and order is not None:
+            SlowListener.heard = True
             for worker in sorted(order.waiting - {1}):
                 failure = Failure(int(Kind.STEP), True, "all_reduce: the process of rank 1 is dead")
-                self._on_failure(self._links[worker], Message(Kind.FAILED, self.epoch), failure)
+                self._on_failure(self.roster.links[worker], Message(Kind.FAILED, self.epoch), failure)
         super()._regroup(plans)
 
 
-def test_complaints_about_a_lost_group_do_not_end_the_next(dreams, nursery, undisturbed):
+def test_complaints_about_a_lost_group_do_not_end_the_next(dreams, nursery, undisturbed, monkeypatch):
     """Once the survivors' words came between the loss and the new group, were held against that one, and cost its KV."""
+    monkeypatch.setattr("runtime.torch_tp.supervisor.Group", SlowListener)
     settings = replace(SETTINGS, buddy_kv=True)
-    with SlowListener(dreams, [RankSettings()] * 3, settings, nursery=nursery) as supervisor:
+    with Supervisor(dreams, [RankSettings()] * 3, settings, nursery=nursery) as supervisor:
         supervisor.start()
         run = generate(supervisor, once_at(10, strike(1, signal.SIGKILL)))
-        assert supervisor.heard and run.tokens == undisturbed[0].tokens
+        assert SlowListener.heard and run.tokens == undisturbed[0].tokens
         assert [change.members for change in supervisor.changes] == [(0, 1, 2), (0, 2)]
         assert supervisor.changes[-1].keeps_kv and not run.rebuilt
+
+
+def test_a_plan_that_could_not_be_prepared_is_not_held_against_a_later_loss(dreams, nursery, undisturbed):
+    """The order came to nothing and nothing changed: what buddies keep is still whole when a rank is lost after it."""
+    settings = replace(SETTINGS, buddy_kv=True)
+
+    def act(driver: Driver) -> None:
+        failed = driver.supervisor.prepare(PrepareOrder(moves=(0,), to_version=99)).exception(20.0)
+        assert isinstance(failed, GroupError) and "nothing has changed" in str(failed)
+        strike(1, signal.SIGKILL)(driver)
+
+    with Supervisor(dreams, [RankSettings()] * 3, settings, nursery=nursery) as supervisor:
+        supervisor.start()
+        run = generate(supervisor, once_at(10, act))
+        assert run.tokens == undisturbed[0].tokens
+        assert supervisor.changes[-1].members == (0, 2) and supervisor.changes[-1].keeps_kv and not run.rebuilt
 
 
 def test_with_buddies_slots_move_and_are_still_kept(dreams, nursery, undisturbed):

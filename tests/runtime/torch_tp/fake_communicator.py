@@ -18,7 +18,8 @@ class FakeGroup:
 
     def __init__(self, size: int, deadline_s: float) -> None:
         self.size, self.deadline_s = size, deadline_s
-        self.lanes = {name: _FakeLane(size) for name in ("step", "urgent")}
+        self.barrier = threading.Barrier(size)
+        self.parts: list[Tensor | None] = [None] * size
         self.mail: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         self.mail_changed = threading.Condition()
         self.lost: set[int] = set()
@@ -26,8 +27,7 @@ class FakeGroup:
     def lose(self, rank: int) -> None:
         """As if this rank had been killed: whoever waits for it now or later gets PeerLost."""
         self.lost.add(rank)
-        for lane in self.lanes.values():
-            lane.barrier.abort()
+        self.barrier.abort()
         with self.mail_changed:
             self.mail_changed.notify_all()
 
@@ -41,12 +41,6 @@ class FakeGroup:
         return box.pop(0)
 
 
-class _FakeLane:
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
-        self.parts: list[Tensor | None] = [None] * size
-
-
 class FakeCommunicator:
     """One rank of a FakeGroup."""
 
@@ -55,27 +49,26 @@ class FakeCommunicator:
         self._group, self._is_alive = group, is_alive
         self.reduced_bytes = 0  # of all step sums so far: tests of traffic read it
 
-    def _meet(self, lane: _FakeLane) -> None:
+    def _meet(self) -> None:
         if not self._is_alive():
             raise PeerLost("this epoch was fenced")
         try:
-            lane.barrier.wait(self._group.deadline_s)
+            self._group.barrier.wait(self._group.deadline_s)
         except threading.BrokenBarrierError as error:
             if self._group.lost:
                 raise PeerLost(f"ranks {sorted(self._group.lost)} are lost") from error
             raise CollectiveTimeout(f"a rank did not come within deadline_s={self._group.deadline_s:g}") from error
 
-    def _share(self, tensor: Tensor, lane_name: str = "step") -> list[Tensor]:
-        lane = self._group.lanes[lane_name]
-        lane.parts[self.rank] = tensor.detach().clone()
-        self._meet(lane)
-        parts = [part for part in lane.parts if part is not None]
-        self._meet(lane)
+    def _share(self, tensor: Tensor) -> list[Tensor]:
+        self._group.parts[self.rank] = tensor.detach().clone()
+        self._meet()
+        parts = [part for part in self._group.parts if part is not None]
+        self._meet()
         return parts
 
-    def all_reduce(self, tensor: Tensor, *, urgent: bool = False) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         self.reduced_bytes += tensor.nbytes
-        tensor.copy_(sum_in_rank_order(self._share(tensor, "urgent" if urgent else "step")))
+        tensor.copy_(sum_in_rank_order(self._share(tensor)))
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         self.all_reduce(tensor)

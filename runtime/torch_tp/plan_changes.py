@@ -1,0 +1,155 @@
+"""Changes of a group's split between two steps: as callers wish, as ranks return, as measured speeds drift; one at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+from envs.domain.plans import LayerPlans
+from runtime.torch_tp.group_values import GroupError, GroupGone, GroupRebuilt
+from runtime.torch_tp.resplit import MovePrice, Slide, SlideState, SlideStep, pays
+from runtime.torch_tp.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+
+class PlanChanges:
+    """`wish` and `lost` may come from any thread, the rest from the engine's. completed: slides that came to their end."""
+
+    def __init__(self, *, revives: bool, corrects: bool, correct_every_s: float, on_step: Callable[[SlideStep], None]) -> None:
+        """revives: start lost ranks again; corrects: follow measured speeds where it pays; on_step: told what a slide changed."""
+        self.completed = 0
+        self._revives, self._corrects, self._correct_every_s, self._on_step = revives, corrects, correct_every_s, on_step
+        self._to_revive: deque[int] = deque()
+        self._wishes: deque[tuple[Sequence[float] | None, Future[LayerPlans]]] = deque()
+        self._slide: Slide | None = None
+        self._told: Future[LayerPlans] | None = None
+        self._shares: dict[int, float] | None = None  # by worker, where the caller chose
+        self._price = MovePrice()
+        self._corrected_s = time.monotonic()
+
+    @property
+    def is_sliding(self) -> bool:
+        return self._slide is not None
+
+    @property
+    def has_wishes(self) -> bool:
+        return bool(self._wishes)
+
+    def wish(self, shares: Sequence[float] | None) -> Future[LayerPlans]:
+        """Ask for a split by `shares` (None: by measured speeds); the future gets the plan in force, or a GroupError."""
+        told: Future[LayerPlans] = Future()
+        self._wishes.append((shares, told))
+        return told
+
+    def lost(self, workers: Iterable[int]) -> None:
+        """These are to be started again, where that is wanted."""
+        if self._revives:
+            self._to_revive.extend(workers)
+
+    def group_gone(self) -> None:
+        """All are started anew: nobody is to be revived."""
+        self._to_revive.clear()
+
+    def group_rebuilt(self, supervisor: Supervisor, detail: str) -> None:
+        """No slot holds anything any more, so that no slide can go on."""
+        if self._slide is not None:
+            self._slide.abandon(detail)
+            self._end_slide(supervisor)
+
+    def close(self, error: GroupGone) -> None:
+        """Nothing will be changed any more."""
+        waiting = [told for _, told in self._wishes] + ([] if self._told is None else [self._told])
+        self._wishes.clear()
+        self._told = None
+        for told in waiting:
+            told.set_exception(error)
+
+    def tend(self, supervisor: Supervisor) -> None:
+        """Go on with what is under way, or begin something. Raises: GroupRebuilt when a rank was lost in it."""
+        while self._to_revive:
+            worker = self._to_revive.popleft()
+            try:
+                supervisor.respawn(worker)
+            except ValueError as error:  # remote, or back already
+                logger.info("not revived worker=%d reason=%s", worker, error)
+        if self._slide is None and self._revives and supervisor.spares:
+            self._take_in(supervisor)
+        if self._slide is None and self._wishes:
+            self._begin_wish(supervisor)
+        if self._slide is None and self._corrects:
+            self._correct_split(supervisor)
+        if self._slide is not None:
+            self._advance_slide(supervisor)
+
+    def _take_in(self, supervisor: Supervisor) -> None:
+        """Let ranks join with no work, and slide to a plan that gives them some."""
+        spares = supervisor.spares
+        try:
+            supervisor.join(spares)
+            self._slide = Slide(supervisor, self._next_plan(supervisor), self._price)
+        except (GroupRebuilt, GroupGone):
+            raise
+        except (GroupError, ValueError) as error:  # being rebuilt just now: the next round asks again
+            logger.info("not joined workers=%s reason=%s", list(spares), error)
+
+    def _next_plan(self, supervisor: Supervisor) -> LayerPlans:
+        """By the caller's shares where every member has one, else by measured speeds."""
+        members = supervisor.members
+        shares = self._shares
+        if shares is None or any(worker not in shares for worker in members) or not any(shares[worker] for worker in members):
+            return supervisor.next_plan()
+        return supervisor.next_plan([shares[worker] for worker in members])
+
+    def _begin_wish(self, supervisor: Supervisor) -> None:
+        shares, told = self._wishes.popleft()
+        members = supervisor.members
+        try:
+            if shares is not None and len(shares) != len(members):
+                raise ValueError(f"{len(shares)} shares for the group's {len(members)} members {list(members)}")
+            self._slide = Slide(supervisor, supervisor.next_plan(shares), self._price)
+        except (GroupRebuilt, GroupGone):
+            told.set_exception(GroupError("the group was rebuilt meanwhile; ask again"))
+            raise
+        except (GroupError, ValueError) as error:
+            told.set_exception(error)
+            return
+        self._shares = None if shares is None else dict(zip(members, shares, strict=True))
+        self._told = told
+
+    def _correct_split(self, supervisor: Supervisor) -> None:
+        """Ask every now and then whether the split by measured speeds would pay."""
+        now_s = time.monotonic()
+        if self._shares is not None or now_s - self._corrected_s < self._correct_every_s or len(supervisor.members) < 2:
+            return
+        self._corrected_s = now_s
+        plan = supervisor.next_plan()
+        ratio = supervisor.step_ratio(plan)
+        if pays(1.0, ratio, self._price.cost_s(0.0)):
+            logger.info("correcting split plan_version=%d step_ratio=%.3f", plan.version, ratio)
+            self._slide = Slide(supervisor, plan, self._price)
+
+    def _advance_slide(self, supervisor: Supervisor) -> None:
+        assert self._slide is not None
+        slide = self._slide
+        step = slide.advance()
+        if step is not None:
+            self._on_step(step)
+        if slide.is_over:
+            self._end_slide(supervisor)
+
+    def _end_slide(self, supervisor: Supervisor) -> None:
+        slide, self._slide = self._slide, None
+        told, self._told = self._told, None
+        assert slide is not None
+        if slide.state is SlideState.DONE:
+            self.completed += 1
+            if told is not None:
+                told.set_result(supervisor.plan)
+        else:
+            logger.info("slide given up plan_version=%d reason=%s", slide.plan.version, slide.reason)
+            if told is not None:
+                told.set_exception(GroupError(f"the plan was not changed: {slide.reason}"))
