@@ -13,7 +13,7 @@ from envs.domain.specs import ModelSpec
 from runtime.torch_tp.group_values import GroupGone
 from runtime.torch_tp.orders import Switched, SwitchOrder
 from runtime.torch_tp.profiler import RankProfile, balanced_cuts
-from runtime.torch_tp.resplit import over_members, taken_over
+from runtime.torch_tp.resplit import LIVE_PLANS_MAX, kv_moves, moved_bytes_per_token, over_members, taken_over
 from runtime.torch_tp.slot_records import SlotRecords
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,14 @@ class GroupPlans:
         moved = answers[min(answers)].moves
         self.records.moved(moved, self.newest.version)
         return Switched(moved, sum(answer.kv_bytes for answer in answers.values()), max(answer.seconds for answer in answers.values()))
+
+    def kv_bytes_ahead_of_another(self) -> int:
+        """KV that must move before one more plan can be used: that of the oldest's slots, where as many plans live as may."""
+        if len(self.live) < LIVE_PLANS_MAX or self.model is None:
+            return 0
+        oldest, newest = self.live[0], self.live[-1]
+        tokens = self.records.tokens_of_plan(oldest.version)
+        return tokens * moved_bytes_per_token(kv_moves(oldest, newest, self.model), self.model) if tokens else 0
 
     def release(self, version: int) -> None:
         """Forget a plan that no slot uses any more. Raises: ValueError for the newest, an unknown one, or one in use."""

@@ -128,7 +128,8 @@ class PlanChanges:
         self._corrected_s = now_s
         plan = supervisor.next_plan()
         ratio = supervisor.step_ratio(plan)
-        if pays(1.0, ratio, self._price.cost_s(0.0)):
+        kv_bytes = supervisor.kv_bytes_ahead_of_another_plan()
+        if pays(1.0, ratio, self._price.cost_s(kv_bytes, switches=2 if kv_bytes else 1)):
             logger.info("correcting split plan_version=%d step_ratio=%.3f", plan.version, ratio)
             self._slide = Slide(supervisor, plan, self._price)
 

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Protocol
 
 from envs.domain.plans import LayerPlans
-from envs.domain.specs import ModelSpec
+from envs.domain.specs import NUMBER_BYTES, ModelSpec
 from runtime.torch_tp.orders import Prepared, PrepareOrder, Switched, SwitchOrder
 from runtime.torch_tp.shares import Interval, buddies, cut, kept_kv, kv_interval
 
@@ -78,6 +78,12 @@ def _sources(wanted: Interval, have: Sequence[Interval]) -> Iterable[tuple[int, 
         end = min(have[rank].end, wanted.end)
         yield rank, Interval(start, end)
         start = end
+
+
+def moved_bytes_per_token(moves: Iterable[KvMove], model: ModelSpec) -> int:
+    """Bytes that cross between ranks for each token of a slot that moves."""
+    heads = sum(move.heads.width for move in moves if move.source != move.target)
+    return round(heads * 2 * model.head_dim * NUMBER_BYTES[model.kv_dtype])
 
 
 def over_members(plan: LayerPlans, old_members: Sequence[int], new_members: Sequence[int]) -> LayerPlans:

@@ -32,6 +32,10 @@ class SlotRecords:
         """Slots whose KV lies by this plan."""
         return tuple(slot for slot, record in self._records.items() if record.new.plan_version == plan_version)
 
+    def tokens_of_plan(self, plan_version: int) -> int:
+        """Tokens whose KV lies by this plan."""
+        return sum(record.tokens for record in self._records.values() if record.new.plan_version == plan_version)
+
     def clear(self) -> None:
         self._records.clear()
 

@@ -176,6 +176,10 @@ class Supervisor:
             return 1.0
         return self._group.steps.ratio(self.members, self.plan, plan)
 
+    def kv_bytes_ahead_of_another_plan(self) -> int:
+        """KV bytes that must move between ranks before one more plan can be used; 0 where there is room for it at once."""
+        return self._plans.kv_bytes_ahead_of_another()
+
     def slide_columns(self, plan: LayerPlans) -> Switched:
         """Cut MLP and vocabulary like `plan` from the next step on: the newest plan's version and heads. Nothing moves."""
         current = self.plan

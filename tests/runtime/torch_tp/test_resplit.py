@@ -11,16 +11,21 @@ from hypothesis import strategies as st
 from envs.decision.layer_cuts import layer_plans
 from envs.domain.plans import LayerPlans, SplitPlan
 from envs.domain.specs import ModelSpec
+from runtime.torch_tp.group_plans import GroupPlans
 from runtime.torch_tp.orders import Prepared, PrepareOrder, Switched, SwitchOrder
+from runtime.torch_tp.profiler import RankProfile
+from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.resplit import (
     MovePrice,
     Slide,
     SlideState,
     kv_moves,
     kv_ranges,
+    moved_bytes_per_token,
     over_members,
     pays,
 )
+from runtime.torch_tp.steps import NewSlot, SliceCommand, StepCommand, StepResult
 
 MODEL = ModelSpec("m", 3, 48, 9, 3, 16, 64, 100, weight_dtype="fp32", kv_dtype="fp32")
 
@@ -65,6 +70,24 @@ def test_a_head_that_a_cut_divides_is_there_already():
     """(5, 4) holds KV head 1 on both ranks: going to (6, 3) or (3, 6) moves nothing."""
     for heads in ((6, 3), (3, 6)):
         assert all(move.source == move.target for move in kv_moves(uniform(1, 5, 4), uniform(2, *heads), MODEL))
+
+
+def test_bytes_of_a_move_by_hand():
+    """(6, 3) to (3, 6) of 9 heads in groups of 3: KV head 1 goes from rank 0 to rank 1, keys and values of 16 floats in 3 layers."""
+    moves = kv_moves(uniform(1, 6, 3), uniform(2, 3, 6), MODEL)
+    assert moved_bytes_per_token(moves, MODEL) == 3 * 2 * 16 * 4
+
+
+def test_a_third_plan_costs_the_kv_of_the_oldest():
+    """Two live plans, 50 tokens under the older: 50 x 384 bytes must move first. With one live plan nothing has to."""
+    plans = GroupPlans(RankProfile((1.0, 1.0)), has_buddies=False)
+    plans.model = MODEL
+    plans.live = (uniform(1, 6, 3),)
+    new = NewSlot(0, "x", 1, tokens_max=64, seed=7, sampling=SamplingSettings())
+    plans.records.apply(StepCommand(1, (SliceCommand(0, "x", 1, tuple(range(50)), 0, True),), new_slots=(new,)), StepResult(1, ()))
+    assert plans.kv_bytes_ahead_of_another() == 0
+    plans.live = (uniform(1, 6, 3), uniform(2, 3, 6))
+    assert plans.kv_bytes_ahead_of_another() == 50 * 384
 
 
 def test_plans_of_different_groups_have_no_moves():
