@@ -21,7 +21,7 @@ TRAINING = (
 )  # fmt: skip
 WEB = (
     "numpy", "numba", "llvmlite", "torch", "safetensors", "pydantic", "yaml", "zstandard", "starlette", "uvicorn", "anyio", "httpx",
-    "websockets", "msgpack", "prometheus_client", "opentelemetry", "tokenizers", "jinja2", "gguf", "rich", "ray",
+    "aiohttp", "websockets", "msgpack", "prometheus_client", "opentelemetry", "tokenizers", "jinja2", "gguf", "rich", "ray",
 )  # fmt: skip
 # the simulated world and what is built straight on it; named one by one, so that a module without a layer is noticed
 SIMULATION = ("envs.cluster", "envs.scheduling_env", "envs.default_worlds", "envs.unloaded", "envs.world_sampler")

@@ -13,21 +13,9 @@ import numpy as np
 from envs.cluster.group_set import GroupSet
 from envs.decision.rank_experience import COMPILED, FADE_S, RankExperience, follow_group
 from envs.group_kernel import layout as L
+from envs.group_kernel.reading import step_under_way
 from envs.perf_model import step_time as ST
 from envs.perf_model.compiled import kernel
-
-
-@kernel
-def _step_under_way(state, g):
-    """(tokens, prefill query-key pairs, KV tokens) of group `g`'s step."""
-    ints = state.group_int[g]
-    kv = 0
-    for place in range(ints[L.GI_RUNNING]):
-        row = state.slot_int[g, state.running[g, place]]
-        if row[L.SI_PHASE] == L.PHASE_DECODE:
-            kv += row[L.SI_DONE]
-    chunk = ints[L.GI_CHUNK_TOKENS]
-    return ints[L.GI_DECODING] + chunk, 0.5 * chunk * chunk, kv
 
 
 @kernel
@@ -42,7 +30,7 @@ def _follow_ranks(state, declared, scatter, elapsed_s, fade, log_ratio, variance
         ints = state.group_int[g]
         is_busy = ints[L.GI_UP] == 1 and ints[L.GI_JUMP_ACTIVE] == 1
         if is_busy:
-            tokens, pairs, kv = _step_under_way(state, g)
+            tokens, pairs, kv = step_under_way(state, g)
             plan = ints[L.GI_PLAN]
             ST.rank_times(
                 g, declared, state.predicted_group_cost, state.plain_residual, state.plain_slow, plan, tokens, pairs, kv, predicted
