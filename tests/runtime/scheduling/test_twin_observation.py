@@ -26,25 +26,37 @@ class Mirror:
         self.process = process
         self.telemetry = Telemetry(process.world.cluster, KernelSettings())
         self.flights = {}
-        self.arrived = 0
         self.ended = 0
         self.reader = KernelReader(process.state)
+        for name in ("observe_arrival", "observe_completion", "refresh_if_due"):  # the same events in the same order
+            self._echo(name)
+
+    def _echo(self, name: str) -> None:
+        theirs, ours = getattr(self.process.experience, name), getattr(self.telemetry.experience, name)
+
+        def both(*args):
+            theirs(*args)
+            ours(*args)
+
+        setattr(self.process.experience, name, both)
+        if name == "observe_arrival":
+            rates = self.telemetry.rate_5s, self.telemetry.rate_60s
+
+            def counted(*args):
+                both(*args)
+                for rate in rates:
+                    rate.count(self.process.env.now)
+
+            self.process.experience.observe_arrival = counted
 
     def see(self, point: DecisionPoint) -> None:
-        """The present: arrivals up to it, answers that ended, progress of those inside; one report of each group."""
-        process, telemetry, trace = self.process, self.telemetry, self.process.trace
-        while self.arrived <= point.request.request_id:
-            i = self.arrived
-            telemetry.arrived(float(trace.arrival_s[i]), int(trace.class_index[i]), int(trace.prompt_tokens[i]))
-            self.arrived += 1
+        """The present: who has left, how far those inside are; one report of each group."""
+        process, telemetry = self.process, self.telemetry
         for request_id in process.ended_requests[self.ended :]:
             flight = self.flights.pop(request_id, None)
             if flight is not None:
                 telemetry.flights.remove(flight)
-            outcome = process.outcomes.ended_row(request_id)
-            telemetry.experience.observe_completion(outcome.class_index, outcome.output_tokens)
         self.ended = len(process.ended_requests)
-        telemetry.experience.refresh_if_due()
         now_s = process.env.now
         self.reader.advance(now_s)
         names = {request_id: str(request_id) for request_id in self.flights}
