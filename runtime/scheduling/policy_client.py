@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
+from runtime.frames import FrameCutter, frame
 from runtime.scheduling import policy_messages as M
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class PolicyClient(asyncio.Protocol):
         self.restarts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
-        self._cutter = M.FrameCutter()
+        self._cutter = FrameCutter()
         self._asked: dict[int, tuple[float, asyncio.Future[PolicyAnswer]]] = {}
         self._number = 0
         self._keeper: asyncio.Task[None] | None = None
@@ -125,7 +126,7 @@ class PolicyClient(asyncio.Protocol):
     async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        self._cutter = M.FrameCutter()
+        self._cutter = FrameCutter()
         self.state, self.detail = "starting", ""
         command = [*self._command, str(theirs.fileno()), str(os.getpid()), self._bundle]
         try:
@@ -135,7 +136,7 @@ class PolicyClient(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_connection(lambda: self, sock=ours)
         self._transport = transport
-        transport.write(M.frame([OBSERVATION_VERSION, list(FEATURES), list(CONTEXT), self._candidates]))
+        transport.write(frame([OBSERVATION_VERSION, list(FEATURES), list(CONTEXT), self._candidates]))
 
     async def _keep(self) -> None:
         wait_s = RESTART_S

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from agents.policy_bundle import BundleError, BundlePolicy, load_bundle
+from runtime.frames import FrameCutter, frame
 from runtime.scheduling import policy_messages as M
 from runtime.torch_tp.parent_death import die_with_parent
 
@@ -41,7 +42,7 @@ def answer_of(policy: BundlePolicy, message: list[Any]) -> bytes:
 
 
 def serve(connection: socket.socket, policy: BundlePolicy) -> None:
-    cutter = M.FrameCutter()
+    cutter = FrameCutter()
     while data := connection.recv(1 << 16):
         for message in cutter.feed(data):
             connection.sendall(answer_of(policy, message))
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
     descriptor, parent, bundle = int(arguments[0]), int(arguments[1]), arguments[2]
     die_with_parent(parent)
     connection = socket.socket(fileno=descriptor)
-    cutter = M.FrameCutter()
+    cutter = FrameCutter()
     wanted: list[Any] = []
     while not wanted and (data := connection.recv(1 << 16)):
         wanted = next(iter(cutter.feed(data)), [])
@@ -61,9 +62,9 @@ def main(arguments: list[str]) -> int:
         features, context = len(policy.schema.feature_names), len(policy.schema.context_names)
         policy.scores(np.zeros((1, features), np.float32), np.zeros(context, np.float32), np.ones(1, np.bool_))  # warm
     except BundleError as error:
-        connection.sendall(M.frame([M.REFUSED, str(error)]))
+        connection.sendall(frame([M.REFUSED, str(error)]))
         return 2
-    connection.sendall(M.frame([M.READY, os.getpid()]))
+    connection.sendall(frame([M.READY, os.getpid()]))
     serve(connection, policy)
     return 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.frames import FrameCutter, frame
 from runtime.scheduling import policy_messages as M
 from runtime.torch_tp.parent_death import die_with_parent
 
@@ -16,13 +17,13 @@ from runtime.torch_tp.parent_death import die_with_parent
 def main(kind_file: Path, descriptor: int, parent: int) -> None:
     die_with_parent(parent)
     connection = socket.socket(fileno=descriptor)
-    cutter = M.FrameCutter()
+    cutter = FrameCutter()
     is_told = False
     while data := connection.recv(1 << 16):
         for message in cutter.feed(data):
             if not is_told:
                 is_told = True
-                connection.sendall(M.frame([M.READY, 0]))
+                connection.sendall(frame([M.READY, 0]))
                 continue
             number, _, _, mask = M.read_question(message)
             kind = kind_file.read_text().strip()

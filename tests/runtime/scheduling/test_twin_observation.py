@@ -11,8 +11,8 @@ from envs.decision.observation import encode
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
 from envs.perf_model import step_time as ST
-from runtime.backends.interface import GroupReport, RankTimes
 from runtime.backends.emulated_kernel import KernelSettings
+from runtime.backends.interface import GroupReport, RankTimes
 from runtime.backends.kernel_report import KernelReader
 from runtime.scheduling.online_scheduler import Question, route_point
 from runtime.scheduling.telemetry import Telemetry

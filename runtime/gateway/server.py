@@ -1,0 +1,117 @@
+"""The gateway's HTTP server: uvicorn on uvloop and httptools, with the limits that uvicorn leaves open.
+
+A head that grows for ever, or never ends, is stopped here, before it costs memory; what is no HTTP is answered in the API's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from runtime.gateway.errors import ApiError
+
+HEAD_BYTES_MAX = 64 * 1024
+HEAD_WAIT_S = 30.0
+KEEP_ALIVE_S = 75.0
+BACKLOG = 2048
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's protocol with a limit on the size of a request's head and on the time that it may take."""
+
+    _head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        connection = transport.get_extra_info("socket")
+        if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError):  # gone already
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        super().on_headers_complete()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is not None:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX + len(data):  # what came before this piece was too much already
+                self._refuse(ApiError(431, f"The head of a request may have {HEAD_BYTES_MAX} bytes.", code="headers_too_large"))
+                return
+        super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, msg))
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_bytes = 0
+            self._head_timer = self.loop.call_later(HEAD_WAIT_S, self._head_late)
+
+    def _end_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self._refuse(ApiError(408, f"The head of the request did not come within {HEAD_WAIT_S:g} s.", code="head_timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """An answer where there is no request to answer, and an end to the connection."""
+        self._end_head()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()  # in the midst of another answer nothing else can be said
+            return
+        body = error.json()
+        lines = [STATUS_LINE[error.status]]
+        for name, value in (*error.headers(1.0), (b"content-length", b"%d" % len(body)), (b"connection", b"close")):
+            lines.append(name + b": " + value + b"\r\n")
+        self.transport.write(b"".join((*lines, b"\r\n", body)))
+        self.transport.close()
+
+
+def make_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, drain_s: int = 30, **options: Any) -> uvicorn.Server:
+    """A server that is not started: `await server.serve(sockets=[listen(host, port)])`. Loopback alone unless told otherwise (K19).
+
+    drain_s: what streams get to end after SIGTERM. options: further ones of uvicorn.Config.
+    """
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        loop="uvloop",
+        http=BoundedHttp,
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=int(KEEP_ALIVE_S),
+        timeout_graceful_shutdown=drain_s,
+        backlog=BACKLOG,
+        **options,
+    )
+    return uvicorn.Server(config)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, so that its owner knows the port before anything is served (K19). Raises: OSError when it is taken."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG, reuse_port=False)
