@@ -25,6 +25,7 @@ from runtime.torch_tp.batcher import Batcher, BatcherSettings, Load
 from runtime.torch_tp.config import ModelConfig, read_config
 from runtime.torch_tp.model_folder import model_folder
 from runtime.torch_tp.nursery import Nursery
+from runtime.torch_tp.orders import StepDone
 from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent
 from runtime.torch_tp.resplit import MovePrice, Slide, SlideState, pays
 from runtime.torch_tp.steps import RankTimings, StepCommand, StepResult
@@ -126,6 +127,7 @@ class Engine:
         self._is_closing = False
         self._gone: str | None = None
         self._totals: dict[int, RankTimings] = {}
+        self.last_step: tuple[StepCommand, StepResult, dict[int, StepDone]] | None = None  # with what each worker said of it
         self._steps = self._passes = self._tokens = self._slides = 0
         self._step_s = 0.0
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
@@ -309,6 +311,7 @@ class Engine:
             if command is None:
                 return True
             result = self.supervisor.step(command)
+            self.last_step = command, result, self.supervisor.last_done
         except GroupRebuilt as error:
             self._begin_again(error.change, str(error), began_s)
             if command is not None and not error.change.lost:

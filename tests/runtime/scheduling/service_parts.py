@@ -102,7 +102,7 @@ class Scripted:
             raise RuntimeError("something that no backend should raise")
 
 
-def dispatcher(backends: list[Scripted], settings: DispatchSettings | None = None, guard=None, limits: ClusterLimits = LIMITS) -> Dispatcher:
+def dispatcher(backends: list[Scripted], settings: DispatchSettings | None = None, guard=None, limits=LIMITS) -> Dispatcher:
     telemetry = Telemetry(cluster(len(backends), limits))
     return Dispatcher(backends, telemetry, settings or DispatchSettings(), guard, seed=3)
 
