@@ -201,7 +201,7 @@ class Dispatcher:
 
     def view(self) -> ClusterSnapshot:
         """Snapshot of the present."""
-        alive = self._alive()
+        alive = self.alive()
         allows = self.panel.allows()
         for g in self.panel.due_probes().tolist():  # a half-open group closes only through traffic that probes it
             allows[g] = True
@@ -209,14 +209,15 @@ class Dispatcher:
             self._now_s(), alive, allows & alive, self.panel.states(), self.held, self.telemetry.cluster.limits.hold_limit
         )
 
-    def _alive(self) -> BoolArray:
+    def alive(self) -> BoolArray:
+        """Groups that are started and whose process is not known to be gone, shape (groups,)."""
         return self._is_up & np.fromiter((backend.is_alive for backend in self.backends), np.bool_, len(self.backends))
 
     async def is_ready(self) -> bool:
         """Whether a token can really be made: one was, lately, or a probe makes one (K22)."""
         if self.is_draining:
             return False
-        alive = self._alive()
+        alive = self.alive()
         recent = self._now_s() - self._last_token_s < self.settings.ready_within_s
         if (alive & recent).any():
             return True
@@ -281,7 +282,7 @@ class Dispatcher:
             raise _refusal("draining", "the service is shutting down", 1.0)
         if self.in_flight >= self.settings.in_flight_max:
             raise _refusal("queue_full", f"{self.in_flight} calls are being served; at most that many", 1.0)
-        if not self._alive().any():
+        if not self.alive().any():
             raise _refusal("no_capacity", "no group can serve now", self._retry_after_s())
         admission = self.class_breaker.admit(call.class_index)
         if not admission.is_allowed:
@@ -368,7 +369,7 @@ class Dispatcher:
             decided = await self.scheduler.decide(question, reserve)
             if placed:
                 return placed[0]
-            alive = self._alive() & fits
+            alive = self.alive() & fits
             alive[list(excluded)] = False
             if not alive.any() and not begun.pieces and not failed:
                 raise _refusal("no_capacity", "no group can serve this now", self._retry_after_s())
@@ -395,7 +396,7 @@ class Dispatcher:
 
     def _excluded(self, call: Call, begun: Begun, failed: frozenset[int]) -> frozenset[int]:
         """Groups that may not take the call (on): those that failed it, unless no other one lives, and those that cannot go on exactly."""
-        alive = self._alive()
+        alive = self.alive()
         stuck = frozenset(g for g in failed if alive[[i for i in range(len(alive)) if i not in failed]].any() or not alive[g])
         if not begun.pieces:
             return stuck

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
 from runtime.frames import FrameCutter, frame
 from runtime.scheduling import policy_messages as M
+from runtime.scheduling.policy_process import wanted_of
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class PolicyClient(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_connection(lambda: self, sock=ours)
         self._transport = transport
-        transport.write(frame([OBSERVATION_VERSION, list(FEATURES), list(CONTEXT), self._candidates]))
+        transport.write(frame(wanted_of(self._candidates)))
 
     async def _keep(self) -> None:
         wait_s = RESTART_S

@@ -13,9 +13,15 @@ from typing import Any
 import numpy as np
 
 from agents.policy_bundle import BundleError, BundlePolicy, load_bundle
+from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
 from runtime.frames import FrameCutter, frame
 from runtime.scheduling import policy_messages as M
 from runtime.torch_tp.parent_death import die_with_parent
+
+
+def wanted_of(candidates: int) -> list[Any]:
+    """What a bundle must read to be used with so many candidates: version, feature and context names, candidates."""
+    return [OBSERVATION_VERSION, list(FEATURES), list(CONTEXT), candidates]
 
 
 def check_fits(policy: BundlePolicy, wanted: list[Any]) -> None:

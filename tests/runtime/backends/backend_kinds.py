@@ -9,10 +9,12 @@ from runtime.backends.torch_tp import TorchTpBackend
 from tests.runtime.scheduling.service_parts import LIMITS, cluster
 
 
-def emulated(index: int = 0) -> EmulatedBackend:
+def emulated(index: int = 0, slow_factor: float = 1.0) -> EmulatedBackend:
     return EmulatedBackend(cluster(2).groups[index], index, LIMITS, KernelSettings())
 
 
-def torch_tp(folder: str, index: int = 0, ranks: int = 2) -> TorchTpBackend:
-    settings = HostSettings(str(folder), tuple({"speed": 1.0} for _ in range(ranks)), kv_tokens_max=2048, slots_max=8, queue_limit=32)
+def torch_tp(folder: str, index: int = 0, slow_factor: float = 1.0, ranks: int = 2) -> TorchTpBackend:
+    settings = HostSettings(
+        str(folder), tuple({"slow_factor": slow_factor} for _ in range(ranks)), kv_tokens_max=2048, slots_max=8, queue_limit=32
+    )
     return TorchTpBackend(f"tp{index}", index, settings)

@@ -13,14 +13,15 @@ from tests.runtime.backends import backend_kinds
 from tests.runtime.scheduling.service_parts import call
 
 KINDS = ("emulated", "torch_tp")
+LONG = 110  # with slow ranks about a second; the small checkpoint's context is 128
 
 
 @pytest.fixture(params=KINDS)
 def make(request, kernels):
-    """Starts a backend of the kind; several may be asked for."""
+    """Makes a backend of the kind, slower than usual if asked."""
     if request.param == "torch_tp":
         folder = request.getfixturevalue("dreams")
-        return lambda index=0: backend_kinds.torch_tp(folder, index)
+        return lambda index=0, slow_factor=1.0: backend_kinds.torch_tp(folder, index, slow_factor)
     return getattr(backend_kinds, request.param)
 
 
@@ -94,11 +95,11 @@ def test_closing_the_stream_frees_the_place_at_once(make):
     """Left after two tokens, or cancelled before the first: the report shows nobody inside within half a second."""
 
     async def body(backend):
-        stream = backend.submit(ask(max_tokens=400))
+        stream = backend.submit(ask(max_tokens=LONG))
         for _ in range(2):
             await anext(stream)
         await stream.aclose()
-        task = asyncio.create_task(collect(backend, ask(max_tokens=400)))
+        task = asyncio.create_task(collect(backend, ask(max_tokens=LONG)))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -110,12 +111,12 @@ def test_closing_the_stream_frees_the_place_at_once(make):
             assert time.monotonic() < end_s, report
             await asyncio.sleep(0.02)
 
-    play(make(), body)
+    play(make(slow_factor=8.0), body)
 
 
 def test_a_report_counts_what_is_inside(make):
     async def body(backend):
-        streams = [backend.submit(ask(max_tokens=400)) for _ in range(3)]
+        streams = [backend.submit(ask(max_tokens=LONG)) for _ in range(3)]
         for stream in streams:
             await anext(stream)
         deadline_s = time.monotonic() + 5.0
@@ -129,7 +130,7 @@ def test_a_report_counts_what_is_inside(make):
         for stream in streams:
             await stream.aclose()
 
-    play(make(), body)
+    play(make(slow_factor=8.0), body)
 
 
 @pytest.mark.fault("K24")
@@ -156,7 +157,7 @@ def test_stop_strings_end_the_answer_and_are_never_shown(make):
 
 def test_close_ends_open_streams_with_a_fault(make):
     async def body(backend):
-        task = asyncio.create_task(collect(backend, ask(max_tokens=400)))
+        task = asyncio.create_task(collect(backend, ask(max_tokens=LONG)))
         await asyncio.sleep(0.1)
         await backend.close()
         with pytest.raises(BackendFault):
@@ -166,4 +167,4 @@ def test_close_ends_open_streams_with_a_fault(make):
         await backend.start()  # and it can come back
         assert (await collect(backend, ask()))[-1].finish_reason == "length"
 
-    play(make(), body)
+    play(make(slow_factor=8.0), body)
