@@ -49,6 +49,7 @@ class OpenAiHttpBackend:
         self._report: GroupReport | None = None
         self._refused_running = 0
         self._is_open = False
+        self._answers: set[aiohttp.ClientResponse] = set()
 
     async def start(self) -> None:
         """Raises: BackendFault where nobody listens there."""
@@ -71,6 +72,8 @@ class OpenAiHttpBackend:
         if poller is not None:
             poller.cancel()
             await asyncio.gather(poller, return_exceptions=True)
+        for answer in self._answers:  # aiohttp closes the connection and leaves who reads from it waiting
+            answer.content.set_exception(BackendFault(f"{self.name}: closed"))
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -101,6 +104,8 @@ class OpenAiHttpBackend:
     async def submit(self, call: Call, begun: Begun = NOTHING) -> AsyncIterator[Piece]:
         if self._session is None:
             raise BackendFault(f"{self.name}: closed")
+        if call.logprobs is not None:
+            raise BadCall("logprobs are not passed on from foreign servers", reason="unsupported")
         path = "chat/completions" if call.kind == "chat" else "completions"
         try:
             async with self._session.post(
@@ -109,13 +114,17 @@ class OpenAiHttpBackend:
                 self._refused_running = 0
                 if answer.status != 200:
                     raise await self._refusal(answer)
+                self._answers.add(answer)
                 skip = _Skip(begun)
-                async for piece in self._pieces(answer, call):
-                    rest = skip.rest_of(piece, self.name)
-                    if rest is not None:
-                        yield rest
-                        if rest.finish_reason is not None:
-                            return
+                try:
+                    async for piece in self._pieces(answer, call):
+                        rest = skip.rest_of(piece, self.name)
+                        if rest is not None:
+                            yield rest
+                            if rest.finish_reason is not None:
+                                return
+                finally:
+                    self._answers.discard(answer)
         except aiohttp.ClientConnectorError as error:
             self._refused_running += 1
             raise BackendFault(f"{self.name}: connection refused") from error
