@@ -120,6 +120,7 @@ class Dispatcher:
         self._last_token_s = np.full(len(self.backends), -math.inf)
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._probing: dict[int, asyncio.Task[None]] = {}
         self._is_up = np.zeros(len(self.backends), np.bool_)
 
     # --- life ---------------------------------------------------------------------------------------------------------------
@@ -136,9 +137,10 @@ class Dispatcher:
         await started.wait()
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._probing.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(backend.close() for backend in self.backends), return_exceptions=True)
         if self.scheduler.guard is not None:
             await self.scheduler.guard.client.close()
@@ -189,8 +191,26 @@ class Dispatcher:
                 report = backend.report()
                 if report is not None:
                     self.telemetry.take_report(backend.group_index, report)
+            for g in self.panel.due_probes().tolist():
+                self._probe_half_open(g)
             if self.held:
                 self._ring()
+
+    def _probe_half_open(self, g: int) -> None:
+        """A group on its way back is asked for a token of nobody's, so that its return does not hang on a scheduler's taste (K13)."""
+        if self._probing.get(g) is not None or (lease := self.panel.breakers[g].try_probe()) is None:
+            return
+
+        async def probe() -> None:
+            began_s, outcome = self._now_s(), Outcome.FAULT
+            try:
+                outcome = Outcome.OK if await self.backends[g].probe() else Outcome.FAULT
+            finally:
+                self.panel.breakers[g].record(outcome, began_s=began_s, lease=lease, reason="made no token")
+                self._probing.pop(g, None)
+                self._ring()
+
+        self._probing[g] = asyncio.create_task(probe(), name=f"probe-{self.backends[g].name}")
 
     def _ring(self) -> None:
         """Something may have become possible: held calls and waiting retries ask again."""

@@ -64,6 +64,7 @@ class Telemetry:
         self._reported = np.full(count, -np.inf)  # when
         self._heard = np.zeros((4, count))  # step_s, step_left_s, correction, pause_left_s as reported
         self._heard[2] = 1.0
+        self._has_pace = np.zeros(count, np.bool_)  # whose correction anybody has measured
         self._blocks = np.stack([self.kv_tokens // limits.kv_block_tokens] * 2)  # free, total
         self._foreign = np.zeros((2, count), np.int64)  # running and waiting that are not ours
 
@@ -81,6 +82,7 @@ class Telemetry:
         elapsed_s = report.at_s - old.at_s if old is not None else 0.0
         self._reported[g] = report.at_s
         said = float(self._heard[2, g]) if report.correction is None else report.correction
+        self._has_pace[g] |= report.correction is not None
         correction = min(CORRECTION_MAX, max(CORRECTION_MIN, said))
         self._heard[:, g] = report.step_s, report.step_left_s, correction, report.pause_left_s
         self._take_blocks(g, report)
@@ -121,14 +123,16 @@ class Telemetry:
             report = self.reports[g]
             if output_tokens > 1 and (report is None or report.correction is None):  # nobody else says how fast it is
                 seen = min(CORRECTION_MAX, max(CORRECTION_MIN, self._heard[2, g] * seen_s[1] / max(expected_s[1], 1e-6)))
-                self._heard[2, g] += OWN_CORRECTION_SHARE * (seen - self._heard[2, g])
+                share = OWN_CORRECTION_SHARE if self._has_pace[g] else 1.0
+                self._heard[2, g] += share * (seen - self._heard[2, g])
+                self._has_pace[g] = True
             self.classes.observe(now_s, g, class_index, expected_s, seen_s)
 
     def forget(self, g: int) -> None:
-        """Another process stands behind group `g`: what it reported is void."""
+        """Another process stands behind group `g`: what it reported is void, but for its pace, which is the hardware's."""
         self.reports[g] = None
         self._reported[g] = -np.inf
-        self._heard[:, g] = 0.0, 0.0, 1.0, 0.0
+        self._heard[[0, 1, 3], g] = 0.0
         self._blocks[0, g] = self._blocks[1, g]
         self._foreign[:, g] = 0
         self.ranks.forget(g)
@@ -148,6 +152,8 @@ class Telemetry:
         backlog, decode_kv, decoding, held = self._sums(residents.ints, residents.offset)
         fresh = ~is_stale
         step_s, step_left_s, correction, pause_left_s = self._heard.copy()
+        if not self._has_pace.all() and self._has_pace.any():  # a newcomer is taken for as far off as the others are (K13)
+            correction[~self._has_pace] = np.exp(np.log(correction[self._has_pace]).mean())
         clipped_age_s = np.where(np.isfinite(age_s), np.maximum(0.0, age_s), 1e6)
         own_free = np.maximum(0, self._blocks[1] - held)
         is_up = is_alive & ~self.is_parked

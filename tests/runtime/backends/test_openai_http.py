@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from runtime.backends.load_metrics import load_of
 from runtime.calls import Refusal
 from runtime.scheduling.dispatcher import Dispatcher, DispatchSettings
 from runtime.scheduling.telemetry import Telemetry
+from runtime.torch_tp.requests import SamplingSettings
 from tests.runtime.backends.backend_kinds import WithServer
 from tests.runtime.backends.test_backends import ask, begun_by, shown
 from tests.runtime.scheduling.service_parts import cluster, collect, with_service
@@ -69,10 +71,7 @@ def test_what_cannot_go_on_exactly_ends_in_an_error():
     async def body(service):
         for backend in service.backends:
             backend.server.fault = lambda request, index: "die" if index == 5 else None
-        asked = ask()
-        asked = type(asked)(
-            **{name: getattr(asked, name) for name in asked.__slots__} | {"sampling": type(asked.sampling)(temperature=1.0)}
-        )
+        asked = replace(ask(), sampling=SamplingSettings(temperature=1.0))
         pieces = []
         with pytest.raises(Refusal) as refusal:
             async for piece in service.run(asked):
