@@ -12,7 +12,8 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from runtime.gateway.errors import ApiError
 
@@ -20,6 +21,35 @@ HEAD_BYTES_MAX = 64 * 1024
 HEAD_WAIT_S = 30.0
 KEEP_ALIVE_S = 75.0
 BACKLOG = 2048
+
+
+class HeldHead:
+    """One answer's transport: its head leaves together with the first of its body, in one segment and one system call."""
+
+    __slots__ = ("_head", "_is_begun", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+        self._is_begun = False
+
+    def write(self, data: bytes) -> None:
+        if self._is_begun:
+            if self._head:
+                data, self._head = self._head + data, b""
+            self._transport.write(data)
+        elif data.startswith(b"HTTP/1.1 100"):  # "100 Continue" is no head: it is waited for
+            self._transport.write(data)
+        else:
+            self._is_begun, self._head = True, data
+
+    def close(self) -> None:
+        if self._head:
+            self._transport.write(self._head)
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -55,6 +85,11 @@ class BoundedHttp(HttpToolsProtocol):
                 self._refuse(ApiError(431, f"The head of a request may have {HEAD_BYTES_MAX} bytes.", code="headers_too_large"))
                 return
         super().data_received(data)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if cycle.scope["method"] != "HEAD":  # nothing follows the head of such an answer
+            cycle.transport = HeldHead(cycle.transport)  # type: ignore[assignment]
+        super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, msg))
@@ -104,6 +139,7 @@ def make_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, drain_s
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
         timeout_graceful_shutdown=drain_s,
         backlog=BACKLOG,

@@ -395,3 +395,26 @@ def test_ids_and_names_stay_whole_under_many_clients(client, service: Service):
     with ThreadPoolExecutor(64) as pool:
         answers = list(pool.map(ask, range(64)))
     assert answers == ["".join(f"u{number}.{place} " for place in range(5)) for number in range(64)]
+
+
+def test_head_and_body_leave_together(service):
+    """One segment for a whole answer, and for a stream's head with its first event."""
+    import socket
+
+    for body in (CHAT, CHAT | {"stream": True}):
+        data = json.dumps(body).encode()
+        with socket.create_connection(("127.0.0.1", service.port), timeout=10.0) as connection:
+            connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data))
+            assert connection.recv(65536).split(b"\r\n\r\n", 1)[1]
+
+
+def test_expect_100_continue(service):
+    """A client that asks first is told to go on before it sends its body."""
+    import socket
+
+    data = json.dumps(CHAT).encode()
+    with socket.create_connection(("127.0.0.1", service.port), timeout=10.0) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(data))
+        assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(data)
+        assert b"Hello world" in connection.recv(65536)
