@@ -234,7 +234,8 @@ class Exchange:
 
     async def _collect(self, answer: Answer, pieces: AsyncGenerator[tuple[int, Piece], None], watch: Watch) -> None:
         async for place, piece in pieces:
-            self._take(answer, place, piece, is_kept=True)
+            if answer.choices[place].finish_reason is None:  # a backend's afterthought is not shown
+                self._take(answer, place, piece, is_kept=True)
         self._check_whole(answer)
         body = answer.json()
         watch.stop()
@@ -247,6 +248,8 @@ class Exchange:
         pending = b""
         open_choices = len(answer.choices)
         async for place, piece in pieces:
+            if answer.choices[place].finish_reason is not None:  # a backend's afterthought is not shown
+                continue
             self._take(answer, place, piece, is_kept=False)
             if piece.finish_reason is not None:
                 open_choices -= 1
@@ -263,8 +266,6 @@ class Exchange:
 
     def _take(self, answer: Answer, place: int, piece: Piece, is_kept: bool) -> None:
         choice = answer.choices[place]
-        if choice.finish_reason is not None:
-            return  # it has ended for the caller; a backend's afterthought is not shown
         choice.take(piece, is_kept)
         if piece.token is None and not piece.text:
             return

@@ -333,6 +333,9 @@ def test_nothing_follows_an_end(client, service):
 
     service.dispatcher.script = chatters_on
     assert client.post("/v1/completions", json=TEXT).json()["choices"][0]["text"] == "a"
+    chunks = events(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
+    assert text_of(chunks) == "a"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks].count("stop") == 1
 
 
 def test_a_held_back_token_sends_nothing(client, service):
