@@ -56,6 +56,7 @@ class BoundedHttp(HttpToolsProtocol):
     """uvicorn's protocol with a limit on the size of a request's head and on the time that it may take."""
 
     _head_bytes = 0
+    _is_in_head = False
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -70,21 +71,23 @@ class BoundedHttp(HttpToolsProtocol):
         self._end_head()
         super().connection_lost(exc)
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head, self._head_bytes = True, 0
+
     def on_headers_complete(self) -> None:
         self._end_head()
         super().on_headers_complete()
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._await_head()
-
     def data_received(self, data: bytes) -> None:
-        if self._head_timer is not None:
+        if self._is_in_head:
             self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES_MAX + len(data):  # what came before this piece was too much already
+            if self._head_bytes > HEAD_BYTES_MAX:
                 self._refuse(ApiError(431, f"The head of a request may have {HEAD_BYTES_MAX} bytes.", code="headers_too_large"))
                 return
         super().data_received(data)
+        if self._is_in_head:  # nearly all heads are whole at once, and cost no timer
+            self._await_head()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if cycle.scope["method"] != "HEAD":  # nothing follows the head of such an answer
@@ -96,10 +99,10 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._head_bytes = 0
             self._head_timer = self.loop.call_later(HEAD_WAIT_S, self._head_late)
 
     def _end_head(self) -> None:
+        self._is_in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

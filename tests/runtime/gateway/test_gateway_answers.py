@@ -417,7 +417,9 @@ def test_expect_100_continue(service):
 
     data = json.dumps(CHAT).encode()
     with socket.create_connection(("127.0.0.1", service.port), timeout=10.0) as connection:
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(data))
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(data)
+        )
         assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.sendall(data)
         assert b"Hello world" in connection.recv(65536)

@@ -139,3 +139,24 @@ def test_a_dispatcher_that_clings_to_its_work_is_told_once(service):
     wait_until(lambda: service.dispatcher.open_calls == 1)
     connection.close()
     wait_until(lambda: service.metrics.in_flight == 0, 2.0)
+
+
+def test_a_client_that_never_reads_is_let_go_after_its_deadline(service, monkeypatch):
+    """Its work ends with the deadline (0.2 s and 1 s of grace); the connection after a few seconds more."""
+    from runtime.gateway import generation
+
+    monkeypatch.setattr(generation, "LAST_WORDS_S", 0.2)
+
+    async def large(call: Call):
+        for place in range(10**9):
+            yield Piece(place, 97, "x" * 65536)
+            await asyncio.sleep(0)
+
+    service.dispatcher.script = large
+    data = json.dumps(CHAT | {"stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", service.port), timeout=10.0) as connection:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout-s: 0.2\r\ncontent-length: %d\r\n\r\n" % len(data)
+        connection.sendall(head + data)
+        wait_until(lambda: service.dispatcher.open_calls == 1)
+        wait_until(lambda: service.dispatcher.open_calls == 0, 4.0)
+        wait_until(lambda: service.metrics.in_flight == 0, 4.0)
