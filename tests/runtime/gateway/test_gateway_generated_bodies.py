@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scripted_dispatcher import FOREIGN, OWN, SMALL, ScriptedDispatcher, Service, serving
+from scripted_dispatcher import FOREIGN, OWN, SMALL, ScriptedDispatcher, Service, serving, wait_until
 
 from runtime.gateway.openai_schemas import ChatBody, CompletionBody
 
@@ -94,8 +94,7 @@ def asked() -> Iterator[Asker]:
         asker = Asker(service)
         yield asker
         asker.connection.close()
-        assert service.dispatcher.open_calls == 0
-        assert service.metrics.in_flight == 0
+        wait_until(lambda: service.metrics.in_flight == 0 and service.dispatcher.open_calls == 0)
         assert service.metrics.refusals["internal_error"] == 0
         assert still_serves(service)
 

@@ -195,7 +195,7 @@ NASTY = [
 @pytest.mark.parametrize("place", range(len(NASTY)))
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_nasty_bodies_are_refused_at_once(client, path, place):
-    """400 or 404 with an error object for less than 1 s of the process's time (a busy machine may stop us for longer); never a server error."""
+    """400 or 404 with an error object, for less than 1 s of the process's time (a busy machine may stop us); never a 5xx."""
     began_s = time.process_time()
     response = client.post(path, content=NASTY[place], headers=JSON)
     assert time.process_time() - began_s < 1.0
@@ -285,7 +285,7 @@ def test_a_body_that_only_turns_out_too_large():
             connection.sendall(b"2000\r\n" + b"x" * 0x2000 + b"\r\n")
             connection.sendall(b"2000\r\n" + b"x" * 0x2000 + b"\r\n")
             assert read_all(connection).startswith(b"HTTP/1.1 413 ")
-        assert service.metrics.body_bytes_in_flight == 0
+        wait_until(lambda: service.metrics.body_bytes_in_flight == 0)
 
 
 def test_bodies_together_are_bounded():
