@@ -88,11 +88,17 @@ class Answer:
         # with usage asked for, every other chunk says null
         self._tail = b'],"usage":null}' if asked.includes_usage else b"]}"
         self._begun: set[int] = set()
+        # around the text of a plain token, which is nearly all of them
+        self._plain = [self._head + b'{"index":%d' % place + self._opening for place in range(len(self.choices))]
+        self._plain_end = self._closing + b',"logprobs":null,"finish_reason":null}' + self._tail + EVENT_END
 
     # --- streams --------------------------------------------------------------------------------------------------------------
 
     def events(self, place: int, piece: Piece) -> bytes:
         """The events of one piece (taken already): none for a token whose text is still held back."""
+        is_plain = piece.finish_reason is None and piece.logprobs is None and not self.asked.has_running_usage
+        if is_plain and place in self._begun:
+            return self._plain[place] + text_json(piece.text) + self._plain_end if piece.text else b""
         data = b""
         if place not in self._begun:
             self._begun.add(place)

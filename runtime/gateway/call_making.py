@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import UNSET
+
 from envs.domain.requests import CLASS_INDEX, LABEL_ALIASES, SERVICE_CLASSES, class_of_label
 from runtime.calls import Call
 from runtime.gateway import openai_schemas as schemas
@@ -129,7 +131,7 @@ class CallMaker:
             body = schemas.decode(data, own)
         except ApiError:
             name = schemas.named_model(data)
-            if name is not None and name not in models:
+            if name and name not in models:
                 raise model_not_found(name[:256]) from None
             model = models.get(name or "")
             if model is None or not model.is_foreign:
@@ -309,7 +311,7 @@ def _template_message(message: schemas.Message, place: int) -> dict[str, Any]:
     where = f"messages[{place}]"
     for name in ("tool_calls", "function_call"):
         value = getattr(message, name)
-        if value is not schemas.UNSET and bytes(value) not in schemas.EMPTY:
+        if value is not UNSET and bytes(value) not in schemas.EMPTY:
             raise ApiError(
                 400, f"'{name}' is not supported by this model.", param=f"{where}.{name}", code="unsupported", reason="unsupported"
             )

@@ -139,7 +139,7 @@ class Exchange:
         self._own_id = shared.ids.next()
         self._id_header = (b"x-request-id", (self._headers.request_id or self._own_id).encode())
         self._arrival_s = time.monotonic()
-        self._first_text_s: float | None = None
+        self._has_text = False
         self._has_started = False
         self._answer: Answer | None = None
         self.body_bytes = 0
@@ -222,6 +222,7 @@ class Exchange:
 
     async def _serve(self, asked: Asked, watch: Watch) -> None:
         answer = self._answer = Answer(asked)
+        self._gaps = self._shared.metrics.of_model(asked.model).gap[asked.calls[0].class_index]
         pieces = merged(asked.calls, self._shared.dispatcher.run)
         try:
             if asked.is_stream:
@@ -233,7 +234,8 @@ class Exchange:
 
     async def _collect(self, answer: Answer, pieces: AsyncGenerator[tuple[int, Piece], None], watch: Watch) -> None:
         async for place, piece in pieces:
-            self._take(answer, place, piece, is_kept=True)
+            if answer.choices[place].finish_reason is None:  # a backend's afterthought is not shown
+                self._take(answer, place, piece, is_kept=True)
         self._check_whole(answer)
         body = answer.json()
         watch.stop()
@@ -246,6 +248,8 @@ class Exchange:
         pending = b""
         open_choices = len(answer.choices)
         async for place, piece in pieces:
+            if answer.choices[place].finish_reason is not None:  # a backend's afterthought is not shown
+                continue
             self._take(answer, place, piece, is_kept=False)
             if piece.finish_reason is not None:
                 open_choices -= 1
@@ -262,20 +266,17 @@ class Exchange:
 
     def _take(self, answer: Answer, place: int, piece: Piece, is_kept: bool) -> None:
         choice = answer.choices[place]
-        if choice.finish_reason is not None:
-            return  # it has ended for the caller; a backend's afterthought is not shown
         choice.take(piece, is_kept)
         if piece.token is None and not piece.text:
             return
         now_s = time.monotonic()
-        call = answer.asked.calls[place]
-        counts = self._shared.metrics.of_model(call.model)
         if choice.last_token_s is not None:
-            counts.gap[call.class_index].add(now_s - choice.last_token_s)
+            self._gaps.add(now_s - choice.last_token_s)
         choice.last_token_s = now_s
-        if self._first_text_s is None and (piece.text or piece.logprobs is not None):
-            self._first_text_s = now_s
-            counts.ttft[call.class_index].add(now_s - self._arrival_s)
+        if not self._has_text and (piece.text or piece.logprobs is not None):
+            self._has_text = True
+            asked = answer.asked
+            self._shared.metrics.of_model(asked.model).ttft[asked.calls[0].class_index].add(now_s - self._arrival_s)
 
     def _check_whole(self, answer: Answer) -> None:
         """Raises: ApiError when an answer just stopped: never passed off as whole."""

@@ -45,13 +45,13 @@ async def merged(calls: Sequence[Call], run: Callable[[Call], AsyncIterator[Piec
     try:
         open_calls = len(readers)
         while open_calls:
-            place, piece = await ahead.get()
-            if piece is None:
+            place, said = await ahead.get()
+            if said is None:
                 open_calls -= 1
-            elif isinstance(piece, BaseException):
-                raise piece
+            elif isinstance(said, Piece):
+                yield place, said
             else:
-                yield place, piece
+                raise said
     finally:
         for reader in readers:
             reader.cancel()

@@ -183,13 +183,14 @@ _ANYTHING = msgspec.json.Decoder()
 def decode(data: bytes, kind: type[Body]) -> Body:
     """The body as `kind`. Raises: ApiError 400 that names the field."""
     try:
-        return _DECODERS[kind].decode(data)
+        body: Body = _DECODERS[kind].decode(data)
     except msgspec.ValidationError as error:
         raise _of_field(str(error), kind) from error
     except RecursionError as error:
         raise invalid("The body of your request is nested too deeply.") from error
     except (ValueError, OverflowError) as error:  # msgspec's own errors and those of text that is no UTF-8 are ValueErrors
         raise invalid(f"We could not parse the JSON body of your request: {error}. The API expects a JSON object in UTF-8.") from error
+    return body
 
 
 def named_model(data: bytes) -> str | None:

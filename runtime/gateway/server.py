@@ -12,7 +12,8 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from runtime.gateway.errors import ApiError
 
@@ -22,10 +23,40 @@ KEEP_ALIVE_S = 75.0
 BACKLOG = 2048
 
 
+class HeldHead:
+    """One answer's transport: its head leaves together with the first of its body, in one segment and one system call."""
+
+    __slots__ = ("_head", "_is_begun", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+        self._is_begun = False
+
+    def write(self, data: bytes) -> None:
+        if self._is_begun:
+            if self._head:
+                data, self._head = self._head + data, b""
+            self._transport.write(data)
+        elif data.startswith(b"HTTP/1.1 100"):  # "100 Continue" is no head: it is waited for
+            self._transport.write(data)
+        else:
+            self._is_begun, self._head = True, data
+
+    def close(self) -> None:
+        if self._head:
+            self._transport.write(self._head)
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class BoundedHttp(HttpToolsProtocol):
     """uvicorn's protocol with a limit on the size of a request's head and on the time that it may take."""
 
     _head_bytes = 0
+    _is_in_head = False
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -40,31 +71,38 @@ class BoundedHttp(HttpToolsProtocol):
         self._end_head()
         super().connection_lost(exc)
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head, self._head_bytes = True, 0
+
     def on_headers_complete(self) -> None:
         self._end_head()
         super().on_headers_complete()
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._await_head()
-
     def data_received(self, data: bytes) -> None:
-        if self._head_timer is not None:
+        if self._is_in_head:
             self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES_MAX + len(data):  # what came before this piece was too much already
+            if self._head_bytes > HEAD_BYTES_MAX:
                 self._refuse(ApiError(431, f"The head of a request may have {HEAD_BYTES_MAX} bytes.", code="headers_too_large"))
                 return
         super().data_received(data)
+        if self._is_in_head:  # nearly all heads are whole at once, and cost no timer
+            self._await_head()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if cycle.scope["method"] != "HEAD":  # nothing follows the head of such an answer
+            cycle.transport = HeldHead(cycle.transport)  # type: ignore[assignment]
+        super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, msg))
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._head_bytes = 0
             self._head_timer = self.loop.call_later(HEAD_WAIT_S, self._head_late)
 
     def _end_head(self) -> None:
+        self._is_in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -104,6 +142,7 @@ def make_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, drain_s
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
         timeout_graceful_shutdown=drain_s,
         backlog=BACKLOG,
