@@ -30,6 +30,7 @@ from runtime.scheduling.in_flight import Flight
 from runtime.scheduling.online_scheduler import Decided, OnlineScheduler, Question
 from runtime.scheduling.policy_guard import PolicyGuard
 from runtime.scheduling.stream_pace import StreamPace
+from runtime.scheduling.stream_watch import StreamWatch
 from runtime.scheduling.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Dispatcher:
         self.held = 0
         self.is_draining = False
         self._next_id = 0
-        self._limits = P.class_limits(chosen.limit_multiplier)
+        self._timeouts = (P.class_limits(chosen.limit_multiplier)[:, :2] * chosen.class_timeout_limits).tolist()
         self._pace = [StreamPace() for _ in self.backends]
         self._last_token_s = np.full(len(self.backends), -math.inf)
         self._changed = asyncio.Event()
@@ -284,8 +285,8 @@ class Dispatcher:
                 self.class_breaker.breakers[request.class_index].release(lease)
 
     def _is_late(self, request: Request) -> bool:
-        base_s, per_token_s = self._limits[request.class_index, :2] * self.settings.class_timeout_limits
-        return bool(self._now_s() - request.arrival_s > base_s + per_token_s * request.prompt_tokens)
+        base_s, per_token_s = self._timeouts[request.class_index]
+        return self._now_s() - request.arrival_s > base_s + per_token_s * request.prompt_tokens
 
     # --- the door -----------------------------------------------------------------------------------------------------------
 
@@ -439,10 +440,11 @@ class Dispatcher:
         """Pieces of one attempt, its deadlines kept and its outcome told to the breaker. Raises: BackendError, _Lost, Refusal."""
         g, backend = attempt.group_index, self.backends[attempt.group_index]
         outcome, reason, generated, finished = Outcome.NEUTRAL, "", begun.pieces, False
+        watch = StreamWatch(self._now_s)
         try:
             async with aclosing(backend.submit(call, begun)) as pieces:
                 while not finished:
-                    piece = await self._next_piece(pieces, call, attempt)
+                    piece = await self._next_piece(pieces, call, attempt, watch)
                     if piece.index < generated and piece.token is not None:
                         raise _Lost(f"{backend.name} sent token {piece.index} again")
                     generated = max(generated, piece.index + (piece.token is not None or bool(piece.text)))
@@ -468,17 +470,17 @@ class Dispatcher:
             outcome, reason = Outcome.FAULT, f"{type(error).__name__}: {error}"
             raise _Lost(reason) from error
         finally:
+            watch.close()
             if finished:
                 outcome = Outcome.OK
             self._end_attempt(attempt, outcome, reason, generated)
 
-    async def _next_piece(self, pieces: AsyncIterator[Piece], call: Call, attempt: _Attempt) -> Piece:
+    async def _next_piece(self, pieces: AsyncIterator[Piece], call: Call, attempt: _Attempt, watch: StreamWatch) -> Piece:
         """Raises: _Lost when it does not come in time or the stream ends; Refusal when the caller's deadline passes."""
         limit_s = self._patience_s(attempt)
         until_s = min(limit_s, call.deadline_s)
         try:
-            async with asyncio.timeout(max(0.0, until_s - self._now_s())):
-                return await anext(pieces)
+            return await watch.next(pieces, until_s)
         except StopAsyncIteration:
             raise _Lost("the stream ended without a finish reason") from None
         except TimeoutError:

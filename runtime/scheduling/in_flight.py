@@ -47,6 +47,7 @@ class InFlight:
         self.running: list[list[Flight]] = [[] for _ in range(groups)]
         self.waiting: list[list[Flight]] = [[] for _ in range(groups)]
         self._by_call: dict[tuple[int, str], Flight] = {}
+        self._rows: list[np.ndarray | None] = [None] * groups  # of each group in order; None: to be made again
 
     def add(self, request: Request, call_id: str, group_index: int, key: float, now_s: float, started: int = 0) -> Flight:
         """A call goes to a group: it waits there, with all of its prompt (and answer so far) to compute, until we hear otherwise."""
@@ -59,6 +60,7 @@ class InFlight:
         ints[R.V_GENERATED], ints[R.V_PREFILL_LEFT], ints[R.V_ADMITTED] = started, request.prompt_tokens + started, 0
         floats[R.V_ARRIVAL_S], floats[R.V_FIRST_S], floats[R.V_KEY] = request.arrival_s, np.nan, key
         bisect.insort(self.waiting[group_index], flight, key=Flight.sort_key)
+        self._rows[group_index] = None
         self._by_call[group_index, call_id] = flight
         return flight
 
@@ -77,11 +79,13 @@ class InFlight:
         """The attempt is over, however it ended."""
         self._by_call.pop((flight.group_index, flight.call_id), None)
         (self.running if flight.is_admitted else self.waiting)[flight.group_index].remove(flight)
+        self._rows[flight.group_index] = None
         self._free.append(flight.row)
 
     def take_progress(self, group_index: int, progress: Sequence[CallProgress]) -> None:
         """What the group reports of the calls it knows; those that it does not know were sent since, and wait."""
         admitted: list[Flight] = []
+        self._rows[group_index] = None
         for item in progress:
             flight = self._by_call.get((group_index, item.call_id))
             if flight is None:
@@ -110,11 +114,19 @@ class InFlight:
 
     def residents(self) -> Residents:
         """Rows of all calls in flight, group after group; fresh arrays."""
-        lists = [part for pair in zip(self.running, self.waiting, strict=True) for part in pair]
-        offset = np.zeros(len(self.running) + 1, np.int64)
-        np.cumsum([len(r) + len(w) for r, w in zip(self.running, self.waiting, strict=True)], out=offset[1:])
-        rows = np.fromiter((flight.row for flight in itertools.chain.from_iterable(lists)), np.int64, int(offset[-1]))
+        orders = [self._rows[g] if self._rows[g] is not None else self._order(g) for g in range(len(self.running))]
+        offset = np.zeros(len(orders) + 1, np.int64)
+        total = 0
+        for g, order in enumerate(orders):
+            total += len(order)
+            offset[g + 1] = total
+        rows = np.concatenate(orders)
         return Residents(offset, self._ints[rows], self._floats[rows])
+
+    def _order(self, g: int) -> np.ndarray:
+        order = np.array([flight.row for flight in itertools.chain(self.running[g], self.waiting[g])], np.int64)
+        self._rows[g] = order
+        return order
 
     def _admit(self, flight: Flight) -> None:
         if not flight.is_admitted:
@@ -122,6 +134,7 @@ class InFlight:
             self._ints[flight.row, R.V_ADMITTED] = 1
             self.waiting[flight.group_index].remove(flight)
             self.running[flight.group_index].append(flight)
+            self._rows[flight.group_index] = None
 
     def _grow(self) -> None:
         rows = len(self._ints)

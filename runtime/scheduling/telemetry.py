@@ -6,6 +6,8 @@ we know of it: its declared memory less what our own calls hold, which is neithe
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from envs.decision import group_model
@@ -18,6 +20,7 @@ from envs.decision.traffic_experience import TrafficExperience
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
+from envs.perf_model.compiled import kernel
 from envs.scenario.cluster_spec import ClusterSpec
 from runtime.backends.emulated_kernel import KernelSettings, kernel_of, kv_tokens, plan_of
 from runtime.backends.interface import GroupReport
@@ -26,6 +29,53 @@ from runtime.scheduling.in_flight import InFlight
 STALE_S = 2.0
 OWN_CORRECTION_SHARE = 0.1  # of one answer in a group's step-time ratio, where the group reports none
 CORRECTION_MIN, CORRECTION_MAX = 0.05, 20.0
+
+
+INTS, FLOATS = 7, 5
+(I_RUNNING, I_WAITING, I_FREE, I_TOTAL, I_BACKLOG, I_DECODE_KV, I_DECODING) = range(INTS)
+(F_STEP_S, F_STEP_LEFT_S, F_CORRECTION, F_AGE_S, F_PAUSE_LEFT_S) = range(FLOATS)
+AGE_MAX_S = 1e6  # of a group that never reported
+
+
+@kernel
+def _columns(now_s, reported, heard, has_pace, blocks, foreign, offset, rows, block_tokens, ints, floats):
+    """Group columns of a snapshot from our own rows and what was reported; see `Telemetry`."""
+    measured = 0
+    pace = 0.0
+    for g in range(reported.shape[0]):
+        if has_pace[g]:
+            measured += 1
+            pace += math.log(heard[2, g])
+    for g in range(reported.shape[0]):
+        age_s = now_s - reported[g]
+        is_fresh = age_s <= STALE_S
+        age_s = min(max(age_s, 0.0), AGE_MAX_S)
+        running = waiting = backlog = kv = decoding = held = 0
+        for i in range(offset[g], offset[g + 1]):
+            left = rows[i, R.V_PREFILL_LEFT]
+            backlog += left
+            if rows[i, R.V_ADMITTED] == 1:
+                running += 1
+                tokens = rows[i, R.V_PROMPT] + rows[i, R.V_GENERATED]
+                held += -(-(tokens - left) // block_tokens)
+                if left == 0:
+                    decoding += 1
+                    kv += tokens - 1
+            else:
+                waiting += 1
+        ints[I_RUNNING, g] = running + (foreign[0, g] if is_fresh else 0)
+        ints[I_WAITING, g] = waiting + (foreign[1, g] if is_fresh else 0)
+        ints[I_FREE, g] = blocks[0, g] if is_fresh else max(0, blocks[1, g] - held)
+        ints[I_TOTAL, g] = blocks[1, g]
+        ints[I_BACKLOG, g] = backlog
+        ints[I_DECODE_KV, g] = kv
+        ints[I_DECODING, g] = decoding
+        floats[F_STEP_S, g] = heard[0, g] if is_fresh else 0.0
+        floats[F_STEP_LEFT_S, g] = max(0.0, heard[1, g] - age_s) if is_fresh else 0.0
+        # a newcomer is taken for as far off as the others are (K13)
+        floats[F_CORRECTION, g] = heard[2, g] if has_pace[g] or measured == 0 else math.exp(pace / measured)
+        floats[F_AGE_S, g] = age_s
+        floats[F_PAUSE_LEFT_S, g] = max(0.0, heard[3, g] - age_s) if is_fresh else 0.0
 
 
 class Telemetry:
@@ -142,44 +192,40 @@ class Telemetry:
     ) -> ClusterSnapshot:
         """The view at `now_s`. is_alive (groups,): processes that are not known to be gone."""
         count = len(self.groups)
-        age_s = now_s - self._reported
-        is_stale = age_s > STALE_S
-        for g in np.flatnonzero(is_stale).tolist():
-            self.flights.guess_admissions(g, int(self._running_limit[g]))
-        residents = self.flights.residents()
-        running = np.fromiter(map(len, self.flights.running), np.int64, count)
-        waiting = np.fromiter(map(len, self.flights.waiting), np.int64, count)
-        backlog, decode_kv, decoding, held = self._sums(residents.ints, residents.offset)
-        fresh = ~is_stale
-        step_s, step_left_s, correction, pause_left_s = self._heard.copy()
-        if not self._has_pace.all() and self._has_pace.any():  # a newcomer is taken for as far off as the others are (K13)
-            correction[~self._has_pace] = np.exp(np.log(correction[self._has_pace]).mean())
-        clipped_age_s = np.where(np.isfinite(age_s), np.maximum(0.0, age_s), 1e6)
-        own_free = np.maximum(0, self._blocks[1] - held)
+        flights = self.flights
+        for g in range(count):
+            if now_s - self._reported[g] > STALE_S and flights.waiting[g]:
+                flights.guess_admissions(g, int(self._running_limit[g]))
+        residents = flights.residents()
+        ints, floats = np.empty((INTS, count), np.int64), np.empty((FLOATS, count))
+        _columns(
+            now_s, self._reported, self._heard, self._has_pace, self._blocks, self._foreign, residents.offset, residents.ints,
+            self.cluster.limits.kv_block_tokens, ints, floats,
+        )  # fmt: skip
+        waiting = ints[I_WAITING]
         is_up = is_alive & ~self.is_parked
-        waiting = waiting + np.where(fresh, self._foreign[1], 0)
         return ClusterSnapshot(
             now_s=now_s,
             is_up=is_up,
             accepts=is_up & ~self.is_draining & breaker_allows & (waiting < self._queue_limit),
             is_draining=self.is_draining.copy(),
-            running=running + np.where(fresh, self._foreign[0], 0),
+            running=ints[I_RUNNING],
             waiting=waiting,
             running_limit=self._running_limit,
             queue_limit=self._queue_limit,
-            kv_blocks_free=np.where(fresh, self._blocks[0], own_free),
-            kv_blocks_total=self._blocks[1].copy(),
+            kv_blocks_free=ints[I_FREE],
+            kv_blocks_total=ints[I_TOTAL],
             kv_block_tokens=self.cluster.limits.kv_block_tokens,
-            prefill_backlog_tokens=backlog,
-            decode_kv_tokens=decode_kv,
-            decoding=decoding,
-            step_s=np.where(fresh, step_s, 0.0),
-            step_left_s=np.where(fresh, np.maximum(0.0, step_left_s - clipped_age_s), 0.0),
-            correction=correction,
+            prefill_backlog_tokens=ints[I_BACKLOG],
+            decode_kv_tokens=ints[I_DECODE_KV],
+            decoding=ints[I_DECODING],
+            step_s=floats[F_STEP_S],
+            step_left_s=floats[F_STEP_LEFT_S],
+            correction=floats[F_CORRECTION],
             oldest_wait_s=self._oldest_waits(now_s),
             breaker_state=breaker_state,
-            report_age_s=clipped_age_s,
-            pause_left_s=np.where(fresh, np.maximum(0.0, pause_left_s - clipped_age_s), 0.0),
+            report_age_s=floats[F_AGE_S],
+            pause_left_s=floats[F_PAUSE_LEFT_S],
             plan_corner=self._corner.copy(),
             rank_busy_fraction=self.ranks.rank_busy,
             capability=self._capability,
@@ -194,19 +240,6 @@ class Telemetry:
             correction_std=self.ranks.std,
             class_ratio=self.classes.ratio,
         )
-
-    def _sums(self, ints: IntArray, offset: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Per group: prompt tokens to compute, KV tokens read by the next decode step, sequences that decode, KV blocks our calls hold."""
-        left = ints[:, R.V_PREFILL_LEFT]
-        decodes = (ints[:, R.V_ADMITTED] == 1) & (left == 0)
-        tokens = ints[:, R.V_PROMPT] + ints[:, R.V_GENERATED]
-        block = self.cluster.limits.kv_block_tokens
-        columns = np.stack(
-            [left, np.where(decodes, tokens - 1, 0), decodes, np.where(ints[:, R.V_ADMITTED] == 1, -(-(tokens - left) // block), 0)]
-        )
-        total = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(columns, axis=1)], axis=1)
-        sums = total[:, offset[1:]] - total[:, offset[:-1]]
-        return sums[0], sums[1], sums[2], sums[3]
 
     def _oldest_waits(self, now_s: float) -> FloatArray:
         oldest = [min((flight.sent_s for flight in waiting), default=now_s) for waiting in self.flights.waiting]
