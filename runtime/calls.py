@@ -26,6 +26,7 @@ REFUSAL_STATUS: dict[str, int] = {
     "draining": 503,
     "attempts_spent": 503,
     "deadline": 504,
+    "stream_lost": 502,
 }
 """Why a call is not served, and the HTTP status that says so by default. The first four are the caller's to mend; the others pass."""
 

@@ -16,6 +16,7 @@ from envs.scenario.scenario_error import ScenarioError
 from runtime.backends.emulated_kernel import KernelSettings, kernel_of, kv_tokens, plan_of
 from runtime.gateway.app import make_app
 from runtime.gateway.server import listen, make_server
+from runtime.scheduling.metrics import SchedulingMetrics
 from runtime.scheduling.policy_process import check_fits, wanted_of
 from runtime.service import Service
 from runtime.service_config import ServiceConfig, load_service
@@ -73,6 +74,7 @@ async def serve(config: ServiceConfig) -> int:
     port = listening.getsockname()[1]
     service = Service(config)
     app = make_app(service, config.gateway)
+    app.state.metrics.registry.register(SchedulingMetrics(service.dispatcher))
     server = make_server(app, config.host, port, drain_s=config.drain_s)
     starting = asyncio.create_task(_announce(service, config, port))
     try:

@@ -106,6 +106,8 @@ def test_an_emulated_service_answers_and_says_what_it_is(emulated):
     assert emulated.get("/ready")[0] == 200 and emulated.get("/livez")[0] == 200
     metrics = emulated.get("/metrics")[1]
     assert 'ballast_group_serving{group="pair"' in metrics
+    assert 'ballast_decisions_total{cause="no_policy",source="heuristic"}' in metrics
+    assert 'ballast_group_breaker_state{group="solo-l4"} 0.0' in metrics
 
 
 def test_the_gateway_process_holds_no_torch_and_no_simulator(emulated):
