@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_MIN_S = 0.1
 RETRY_AFTER_MAX_S = 30.0
+RUNG_PER_END = 2  # held calls that ask again when an attempt ends; all of them do every report period
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class _Attempt:
     began_s: float
     expected_s: tuple[float, float] | None
     lease: ProbeLease | None
+    declared_gap_s: float  # what its declared hardware takes for a token, 0 where nobody has predicted it
     first_s: float = math.nan
     last_s: float = math.nan
 
@@ -119,8 +121,9 @@ class Dispatcher:
         self._timeouts = (P.class_limits(chosen.limit_multiplier)[:, :2] * chosen.class_timeout_limits).tolist()
         self._pace = [StreamPace() for _ in self.backends]
         self._last_token_s = np.full(len(self.backends), -math.inf)
-        self._changed = asyncio.Event()
+        self._waiters: deque[asyncio.Future[None]] = deque()
         self._tasks: list[asyncio.Task[None]] = []
+        self._was_busy: set[int] = set()
         self._probing: dict[int, asyncio.Task[None]] = {}
         self._is_up = np.zeros(len(self.backends), np.bool_)
 
@@ -213,10 +216,13 @@ class Dispatcher:
 
         self._probing[g] = asyncio.create_task(probe(), name=f"probe-{self.backends[g].name}")
 
-    def _ring(self) -> None:
-        """Something may have become possible: held calls and waiting retries ask again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _ring(self, calls: int = 1 << 30) -> None:
+        """Something may have become possible: so many held calls ask again, the longest held first."""
+        while self._waiters and calls > 0:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                calls -= 1
 
     # --- what the gateway asks ----------------------------------------------------------------------------------------------
 
@@ -226,6 +232,10 @@ class Dispatcher:
         allows = self.panel.allows()
         for g in self.panel.due_probes().tolist():  # a half-open group closes only through traffic that probes it
             allows[g] = True
+        flights = self.telemetry.flights
+        for g in self._was_busy:  # until it has answered again, one call at a time asks whether it is still busy
+            if flights.running[g] or flights.waiting[g]:
+                allows[g] = False
         return self.telemetry.snapshot(
             self._now_s(), alive, allows & alive, self.panel.states(), self.held, self.telemetry.cluster.limits.hold_limit
         )
@@ -405,11 +415,12 @@ class Dispatcher:
 
     async def _hold(self, until_s: float) -> None:
         """Wait for a change, or `until_s`."""
-        changed = self._changed
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
         self.held += 1
         try:
             async with asyncio.timeout(max(0.0, min(until_s - self._now_s(), 1.0)) + 1e-3):
-                await changed.wait()
+                await waiter
         except TimeoutError:
             pass
         finally:
@@ -434,7 +445,8 @@ class Dispatcher:
         breaker = self.panel.breakers[g]
         lease = breaker.try_probe() if breaker.state is State.HALF_OPEN else None
         self.served[g] += 1
-        return _Attempt(flight, g, now_s, decided.expected_s, lease)
+        declared_gap_s = decided.expected_s[1] / decided.pace if decided.expected_s is not None else 0.0
+        return _Attempt(flight, g, now_s, decided.expected_s, lease, declared_gap_s)
 
     async def _attempt(self, call: Call, begun: Begun, attempt: _Attempt) -> AsyncIterator[Piece]:
         """Pieces of one attempt, its deadlines kept and its outcome told to the breaker. Raises: BackendError, _Lost, Refusal."""
@@ -456,6 +468,7 @@ class Dispatcher:
             outcome = Outcome.OK
         except BackendBusy as busy:
             self.panel.breakers[g].record_backpressure(max(0.0, busy.retry_after_s), attempt.lease)
+            self._was_busy.add(g)
             attempt.lease = None
             raise
         except (BackendFault, _Lost) as error:
@@ -507,7 +520,9 @@ class Dispatcher:
             attempt.first_s = now_s
             flights.first_token(attempt.flight, now_s)
         else:
-            self._pace[g].observe(now_s - attempt.last_s)
+            gap_s = now_s - attempt.last_s
+            self._pace[g].observe(gap_s)
+            self.telemetry.gap_seen(g, gap_s, attempt.declared_gap_s)
         attempt.last_s = self._last_token_s[g] = now_s
         flights.tokens(attempt.flight, generated)
 
@@ -524,7 +539,9 @@ class Dispatcher:
         self.panel.breakers[g].record(
             outcome, began_s=attempt.began_s, took_s=took_s, expected_s=expected_s, lease=attempt.lease, reason=reason or "fault"
         )
-        self._ring()
+        if outcome is Outcome.OK:
+            self._was_busy.discard(g)
+        self._ring(RUNG_PER_END)
 
 
 @dataclass(slots=True, eq=False)

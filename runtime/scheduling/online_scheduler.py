@@ -32,7 +32,8 @@ POLICY, HEURISTIC, REFUSED = "policy", "heuristic", "refused"
 class Decided:
     """An answered decision. source: "policy", "heuristic" or "refused"; cause: why it was not the policy's, or why it is a refusal.
 
-    expected_s: predicted TTFT and TPOT where a group was chosen and estimates were made. took_s: the whole decision.
+    expected_s: predicted TTFT and TPOT where a group was chosen and estimates were made, with step times `pace` x the declared ones.
+    took_s: the whole decision.
     """
 
     command: Command
@@ -40,6 +41,7 @@ class Decided:
     cause: str
     expected_s: tuple[float, float] | None
     took_s: float
+    pace: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class OnlineScheduler:
         if index is None:
             return self._by_heuristic(point, cause, asked_s)
         command = point.commands[index]
-        return Decided(command, POLICY, "", self._expected(point, command), self._now_s() - asked_s)
+        return self._decided(point, command, POLICY, "", asked_s)
 
     def _by_heuristic(self, point: DecisionPoint, cause: str, asked_s: float) -> Decided:
         """The heuristic's choice; the first allowed group where it fails; a refusal where there is none."""
@@ -134,7 +136,10 @@ class OnlineScheduler:
             index, cause = int(np.argmax(point.mask)), f"{cause}+heuristic_failed"
         command = point.commands[index]
         source = REFUSED if command.kind is CommandKind.REFUSE else HEURISTIC
-        return Decided(command, source, cause, self._expected(point, command), self._now_s() - asked_s)
+        return self._decided(point, command, source, cause, asked_s)
 
-    def _expected(self, point: DecisionPoint, command: Command) -> tuple[float, float] | None:
-        return point.expected_s(command.group_index) if command.kind is CommandKind.ROUTE else None
+    def _decided(self, point: DecisionPoint, command: Command, source: str, cause: str, asked_s: float) -> Decided:
+        took_s, g = self._now_s() - asked_s, command.group_index
+        if command.kind is not CommandKind.ROUTE:
+            return Decided(command, source, cause, None, took_s)
+        return Decided(command, source, cause, point.expected_s(g), took_s, float(point.view.correction[g]))

@@ -27,7 +27,7 @@ from runtime.backends.interface import GroupReport
 from runtime.scheduling.in_flight import InFlight
 
 STALE_S = 2.0
-OWN_CORRECTION_SHARE = 0.1  # of one answer in a group's step-time ratio, where the group reports none
+GAPS_KEPT = 200  # so many gaps between tokens make a group's pace, where it reports none
 CORRECTION_MIN, CORRECTION_MAX = 0.05, 20.0
 
 
@@ -114,6 +114,7 @@ class Telemetry:
         self._reported = np.full(count, -np.inf)  # when
         self._heard = np.zeros((4, count))  # step_s, step_left_s, correction, pause_left_s as reported
         self._heard[2] = 1.0
+        self._gaps = [0] * count
         self._has_pace = np.zeros(count, np.bool_)  # whose correction anybody has measured
         self._blocks = np.stack([self.kv_tokens // limits.kv_block_tokens] * 2)  # free, total
         self._foreign = np.zeros((2, count), np.int64)  # running and waiting that are not ours
@@ -170,13 +171,18 @@ class Telemetry:
             self.experience.observe_completion(class_index, output_tokens)
             self.experience.refresh_if_due()
         if expected_s is not None:
-            report = self.reports[g]
-            if output_tokens > 1 and (report is None or report.correction is None):  # nobody else says how fast it is
-                seen = min(CORRECTION_MAX, max(CORRECTION_MIN, self._heard[2, g] * seen_s[1] / max(expected_s[1], 1e-6)))
-                share = OWN_CORRECTION_SHARE if self._has_pace[g] else 1.0
-                self._heard[2, g] += share * (seen - self._heard[2, g])
-                self._has_pace[g] = True
             self.classes.observe(now_s, g, class_index, expected_s, seen_s)
+
+    def gap_seen(self, g: int, gap_s: float, declared_s: float) -> None:
+        """Two tokens of a stream of group `g` came so far apart, where its declared hardware takes `declared_s`; tells its pace where the
+        group does not: long before an answer ends. O(1)."""
+        report = self.reports[g]
+        if declared_s <= 0.0 or (report is not None and report.correction is not None):
+            return
+        seen = min(CORRECTION_MAX, max(CORRECTION_MIN, gap_s / declared_s))
+        self._gaps[g] = gaps = min(self._gaps[g] + 1, GAPS_KEPT)
+        self._heard[2, g] += (seen - self._heard[2, g]) / gaps
+        self._has_pace[g] = True
 
     def forget(self, g: int) -> None:
         """Another process stands behind group `g`: what it reported is void, but for its pace, which is the hardware's."""
