@@ -47,8 +47,8 @@ class DispatchSettings:
     in_flight_max: calls inside, held ones included. hold_max_s: longest wait for a group to take a call. attempts_max: of one call.
     retry_wait_s: how long a retry waits for the budget. first_token_floor_s, first_token_multiple: an attempt without a first token is
     given up after max(floor, multiple x predicted) . silence_multiple, silence_slack_s: a started stream after multiple x its group's
-    median gap + slack. report_period_s: how often groups are asked for their reports. restart_s: first wait before a dead group is
-    started again, doubled up to restart_max_s. class_timeout_fraction, class_timeout_limits: as in the simulated world.
+    median gap + slack. report_period_s: how often groups are asked for their reports. ready_within_s: a
+    token so young proves that tokens can be made, and a probe gets as long. restart_s: first wait before a dead group is started again, doubled up to restart_max_s. class_timeout_fraction, class_timeout_limits: as in the simulated world.
     """
 
     in_flight_max: int = 4096
@@ -67,7 +67,7 @@ class DispatchSettings:
     head_start_s: float = 2.0
     class_timeout_fraction: float = 0.8
     class_timeout_limits: float = 10.0
-    ready_within_s: float = 2.0
+    ready_within_s: float = 1.4
 
 
 @dataclass(slots=True, eq=False)
@@ -192,9 +192,13 @@ class Dispatcher:
         while True:
             await asyncio.sleep(self.settings.report_period_s)
             for backend in self.backends:
-                report = backend.report()
-                if report is not None:
-                    self.telemetry.take_report(backend.group_index, report)
+                try:
+                    report = backend.report()
+                    if report is not None:
+                        self.telemetry.take_report(backend.group_index, report)
+                except Exception as error:  # one group's nonsense must not blind us to the others
+                    self.counts["bad_reports"] += 1
+                    logger.error("report not understood group=%s reason=%s: %s", backend.name, type(error).__name__, error)
             for g in self.panel.due_probes().tolist():
                 self._probe_half_open(g)
             if self.held:

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from runtime.scheduling.dispatcher import Dispatcher
 
-EVENTS = ("retries", "attempts_lost", "busy", "groups_lost")
+EVENTS = ("retries", "attempts_lost", "busy", "groups_lost", "bad_reports")
 POLICY_STATES = ("starting", "ready", "refused", "gone")
 
 

@@ -27,6 +27,7 @@ from runtime.backends.interface import GroupReport
 from runtime.scheduling.in_flight import InFlight
 
 STALE_S = 2.0
+GAPS_TRUSTED, BURST_MAX = 20, 16.0
 GAPS_KEPT = 200  # so many gaps between tokens make a group's pace, where it reports none
 CORRECTION_MIN, CORRECTION_MAX = 0.05, 20.0
 
@@ -179,9 +180,12 @@ class Telemetry:
         report = self.reports[g]
         if declared_s <= 0.0 or (report is not None and report.correction is not None):
             return
-        seen = min(CORRECTION_MAX, max(CORRECTION_MIN, gap_s / declared_s))
+        old = float(self._heard[2, g])
+        seen = gap_s / declared_s  # a mean, since engines hand over several tokens at once
+        if self._gaps[g] >= GAPS_TRUSTED:
+            seen = min(seen, BURST_MAX * old)  # one hiccup of this machine is not the group's
         self._gaps[g] = gaps = min(self._gaps[g] + 1, GAPS_KEPT)
-        self._heard[2, g] += (seen - self._heard[2, g]) / gaps
+        self._heard[2, g] = min(CORRECTION_MAX, max(CORRECTION_MIN, old + (seen - old) / gaps))
         self._has_pace[g] = True
 
     def forget(self, g: int) -> None:

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agents.policy_bundle import write_bundle
 from tests.conftest import PROJECT
+from tests.runtime.scheduling.test_policy_faults import contents
 
 START_S = 120.0
 
@@ -273,3 +275,37 @@ def test_nothing_outlives_a_killed_service(dreams, ranks, tmp_path_factory):
     while any(Path(f"/proc/{pid}").exists() for pid in children):
         assert time.monotonic() < end_s, [Path(f"/proc/{p}/cmdline").read_text() for p in children if Path(f"/proc/{p}").exists()]
         time.sleep(0.05)
+
+
+def test_a_served_policy_decides_and_its_death_is_not_felt(tmp_path, kernels):
+    """A bundle over emulated groups: the policy decides; its process killed with SIGKILL, requests go on by the heuristic, and it is
+    started again."""
+    write_bundle(tmp_path / "bundle", contents())
+    service = tmp_path / "service.yaml"
+    service.write_text(yaml.safe_dump({"cluster": "unlike-3", "scheduler": {"deadline_ms": 200}}))  # tests share their cores
+    running = Running("--config", str(service), "--bundle", str(tmp_path / "bundle"))
+    asked = {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 2}
+
+    def policies() -> list[int]:
+        return [pid for pid in running.children() if "policy_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+    def decided() -> float:
+        found = re.search(r'ballast_decisions_total\{cause="",source="policy"\} (\S+)', running.get("/metrics")[1])
+        return float(found.group(1)) if found else 0.0
+
+    def until_policy_decides(more_than: float) -> None:
+        end_s = time.monotonic() + 30.0
+        while decided() <= more_than:
+            assert time.monotonic() < end_s
+            assert running.post("/v1/completions", asked)[0] == 200
+
+    try:
+        until_policy_decides(0)
+        (policy,) = policies()
+        os.kill(policy, signal.SIGKILL)
+        for _ in range(10):
+            assert running.post("/v1/completions", asked)[0] == 200
+        until_policy_decides(decided())
+        assert policies() != [policy]
+    finally:
+        assert running.stop() == 0

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from envs.decision.circuit_breaker import State
+from runtime.backends.interface import GroupReport, RankTimes
 from runtime.calls import Refusal
 from runtime.scheduling.dispatcher import DispatchSettings
 from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, collect, dispatcher, with_service
@@ -281,5 +282,20 @@ def test_ready_rests_on_tokens():
         assert not await service.is_ready()
         backends[1].makes_tokens = True
         assert await service.is_ready()
+
+    play(backends, body)
+
+
+def test_a_report_of_nonsense_blinds_nobody():
+    """One group's report cannot be taken in: the others' still are, and it is counted."""
+    backends = groups(2)
+    backends[0].report = lambda: GroupReport(time.monotonic(), 1, 0, rank_times=RankTimes(1, 0.0, 1, (0.1,) * 9, (0.1,) * 9))
+    backends[1].report = lambda: GroupReport(time.monotonic(), 0, 0, kv_blocks_free=7, kv_blocks_total=512)
+
+    async def body(service):
+        await asyncio.sleep(0.35)
+        assert service.counts["bad_reports"] >= 2
+        assert service.view().kv_blocks_free[1] == 7
+        check_whole(await collect(service, call()), 12)
 
     play(backends, body)
