@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,9 +10,12 @@ import msgspec
 from runtime.gateway.openai_schemas import ChatBody, CompletionBody
 
 
-def description(version: str) -> dict[str, Any]:
-    """An OpenAPI 3.1 document."""
+def description(version: str, models: Sequence[str]) -> dict[str, Any]:
+    """An OpenAPI 3.1 document of a service of these models."""
     (chat, completion), components = msgspec.json.schema_components((ChatBody, CompletionBody), ref_template="#/components/schemas/{name}")
+    for body in ("ChatBody", "CompletionBody"):
+        if models:
+            components[body]["properties"]["model"]["enum"] = list(models)
     components["Error"] = {
         "type": "object",
         "required": ["error"],
@@ -35,7 +39,7 @@ def description(version: str) -> dict[str, Any]:
             "/v1/chat/completions": _post("One answer or more to a conversation.", chat),
             "/v1/completions": _post("One answer or more to a text.", completion),
             "/v1/models": _get("The models that are served."),
-            "/v1/models/{model_id}": _get("One of them.", "model_id"),
+            "/v1/models/{model_id}": _get("One of them.", ("model_id", models)),
             "/livez": _get("Whether the process answers."),
             "/ready": _get("Whether a token can be made; 503 where not."),
             "/health": _get("The same as /ready."),
@@ -63,13 +67,15 @@ def _post(summary: str, schema: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _get(summary: str, parameter: str | None = None, content: str = "application/json") -> dict[str, Any]:
+def _get(summary: str, parameter: tuple[str, Sequence[str]] | None = None, content: str = "application/json") -> dict[str, Any]:
     operation: dict[str, Any] = {
         "summary": summary,
         "responses": {"200": {"description": summary, "content": {content: {}}}, "default": _error()},
     }
     if parameter is not None:
-        operation["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]
+        name, values = parameter
+        schema: dict[str, Any] = {"type": "string"} | ({"enum": list(values)} if values else {})
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
     return {"get": operation}
 
 

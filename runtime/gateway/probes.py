@@ -28,7 +28,6 @@ class Probes:
     def __init__(self, shared: Generation, version: str) -> None:
         self._shared = shared
         self._version = version
-        self._description: bytes | None = None
 
     async def models(self, request: Request) -> Response:
         self._check(request)
@@ -70,9 +69,7 @@ class Probes:
         return _json({"version": self._version})
 
     async def openapi(self, request: Request) -> Response:
-        if self._description is None:
-            self._description = msgspec.json.encode(description(self._version))
-        return Response(self._description, media_type="application/json")
+        return _json(description(self._version, list(self._shared.dispatcher.models())))
 
     def _check(self, request: Request) -> None:
         self._shared.keys.check(RequestHeaders.of(request.scope["headers"]).authorization)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from typing import Any
 
@@ -21,6 +22,8 @@ HEAD_BYTES_MAX = 64 * 1024
 HEAD_WAIT_S = 30.0
 KEEP_ALIVE_S = 75.0
 BACKLOG = 2048
+DESCRIPTORS_WANTED = 65_536
+"""Each stream has a socket, and so has its backend's side; the usual soft limit is 1,024."""
 
 
 class HeldHead:
@@ -129,8 +132,9 @@ class BoundedHttp(HttpToolsProtocol):
 def make_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, drain_s: int = 30, **options: Any) -> uvicorn.Server:
     """A server that is not started: `await server.serve(sockets=[listen(host, port)])`. Loopback alone unless told otherwise (K19).
 
-    drain_s: what streams get to end after SIGTERM. options: further ones of uvicorn.Config.
+    drain_s: what streams get to end after SIGTERM. options: further ones of uvicorn.Config. Raises this process's limit of open files.
     """
+    allow_descriptors(DESCRIPTORS_WANTED)
     config = uvicorn.Config(
         app,
         host=host,
@@ -149,6 +153,16 @@ def make_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, drain_s
         **options,
     )
     return uvicorn.Server(config)
+
+
+def allow_descriptors(wanted: int) -> int:
+    """Raise the soft limit of open files as far as the hard one lets it; returns what is in force."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -280,6 +282,17 @@ def test_ports_and_hosts():
             listen("127.0.0.1", port)
     with socket.socket() as other:
         assert other.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_many_sockets_are_allowed():
+    """Where the soft limit is the usual 1,024, the server raises it to what the hard one lets it."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2000));"
+        "from runtime.gateway.server import allow_descriptors;"
+        "print(allow_descriptors(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0], allow_descriptors(9000), allow_descriptors(10))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["1000", "1000", "2000", "2000"]
 
 
 def test_settings_are_checked():
