@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 from pathlib import Path
 
@@ -76,6 +77,16 @@ async def serve(config: ServiceConfig) -> int:
     app = make_app(service, config.gateway)
     app.state.metrics.registry.register(SchedulingMetrics(service.dispatcher))
     server = make_server(app, config.host, port, drain_s=config.drain_s)
+    # uvicorn would raise the signal again at its end, before the groups are closed
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+
+    def stop() -> None:
+        server.force_exit = server.should_exit  # asked twice: at once
+        server.should_exit = True
+        app.state.generation.is_draining = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     starting = asyncio.create_task(_announce(service, config, port))
     try:
         await server.serve(sockets=[listening])
