@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 START_DEADLINE_S = 120.0
 PROBE_DEADLINE_S = 3.0
 STOP_DEADLINE_S = 10.0
+SILENT_S = 5.0  # a host that has not reported for fifty periods is stopped or stuck: it is started anew
 CALLERS_FAULT = ("too_long", "invalid", "duplicate")
 
 
@@ -46,6 +48,7 @@ class TorchTpBackend(asyncio.Protocol):
         self._probes: dict[int, asyncio.Future[bool]] = {}
         self._number = 0
         self._report: GroupReport | None = None
+        self._heard_s = 0.0  # when its process last said anything
 
     # --- Backend ------------------------------------------------------------------------------------------------------------
 
@@ -80,8 +83,10 @@ class TorchTpBackend(asyncio.Protocol):
 
     @property
     def is_alive(self) -> bool:
+        """Its process is there and speaks: liveness is progress, and a host that is frozen makes none."""
         is_up = self._up is not None and self._up.done() and not self._up.cancelled() and self._up.exception() is None
-        return is_up and self._transport is not None and self._process is not None and self._process.poll() is None
+        has_process = self._transport is not None and self._process is not None and self._process.poll() is None
+        return is_up and has_process and time.monotonic() - self._heard_s < SILENT_S
 
     @property
     def pid(self) -> int | None:
@@ -138,6 +143,7 @@ class TorchTpBackend(asyncio.Protocol):
     # --- asyncio.Protocol ---------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        self._heard_s = time.monotonic()
         try:
             for message in self._cutter.feed(data):
                 self._on_message(message)

@@ -263,6 +263,26 @@ def test_a_client_that_leaves_frees_its_place(ranks):
         time.sleep(0.05)
 
 
+@pytest.mark.fault("K22")
+def test_ready_is_false_while_nothing_can_make_a_token(ranks):
+    """Both hosts frozen: /ready is 503 within 3 s although every process is there, /livez stays 200. They are then replaced, and it is
+    ready again."""
+    both_serve(ranks)
+    frozen = hosts(ranks)
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    while ranks.get("/ready")[0] == 200:
+        assert time.monotonic() - began_s < 4.5  # the request itself may take 1.5 s
+    assert ranks.get("/livez")[0] == 200
+    while ranks.get("/ready")[0] != 200:
+        assert time.monotonic() - began_s < 60.0
+        time.sleep(0.2)
+    assert set(hosts(ranks)) != set(frozen)
+    status, body, _ = ranks.post("/v1/completions", ASKED)
+    assert status == 200 and body["usage"]["completion_tokens"] == 90
+
+
 @pytest.mark.fault("K21")
 def test_nothing_outlives_a_killed_service(dreams, ranks, tmp_path_factory):
     """SIGKILL: within 5 s no process of it is left."""
