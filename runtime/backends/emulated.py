@@ -56,6 +56,7 @@ class EmulatedBackend:
     """Implements `Backend`. `kill` and `slow_down` are for drills."""
 
     is_emulation = True
+    keeps_prefixes = False
 
     def __init__(
         self,

@@ -100,6 +100,7 @@ class Backend(Protocol):
     name: str
     group_index: int
     is_emulation: bool
+    keeps_prefixes: bool  # whether a prompt whose beginning it has computed before costs it less, as far as we can tell
 
     async def start(self) -> None:
         """Until it can serve. Raises: BackendFault."""

@@ -38,6 +38,7 @@ class OpenAiHttpBackend:
     """Implements `Backend`. Its connections are its own: a stuck server takes nobody else's (K23)."""
 
     is_emulation = False
+    keeps_prefixes = False  # its tokens are not known here
 
     def __init__(self, name: str, group_index: int, url: str, model: str, api_key: str = "") -> None:
         """url: without /v1. model: its name there."""

@@ -37,6 +37,8 @@ class _Asked:
 class TorchTpBackend(asyncio.Protocol):
     """Implements `Backend` over a group host."""
 
+    keeps_prefixes = True
+
     def __init__(self, name: str, group_index: int, settings: M.HostSettings) -> None:
         self.name, self.group_index, self._settings = name, group_index, settings
         self.is_emulation = any(rank.get("slow_factor", 1.0) > 1.0 for rank in settings.ranks)

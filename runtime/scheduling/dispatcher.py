@@ -29,6 +29,7 @@ from runtime.calls import Call, Piece, Refusal
 from runtime.scheduling.in_flight import Flight
 from runtime.scheduling.online_scheduler import Decided, OnlineScheduler, Question
 from runtime.scheduling.policy_guard import PolicyGuard
+from runtime.scheduling.prefix_memory import PrefixMemory, block_keys
 from runtime.scheduling.stream_pace import StreamPace
 from runtime.scheduling.stream_watch import StreamWatch
 from runtime.scheduling.telemetry import Telemetry
@@ -125,6 +126,7 @@ class Dispatcher:
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._tasks: list[asyncio.Task[None]] = []
         self._was_busy: set[int] = set()
+        self.prefixes = PrefixMemory(np.array([backend.keeps_prefixes for backend in self.backends], np.bool_))
         self._probing: dict[int, asyncio.Task[None]] = {}
         self._is_up = np.zeros(len(self.backends), np.bool_)
 
@@ -171,6 +173,7 @@ class Dispatcher:
                 wait_s = min(2 * wait_s, self.settings.restart_max_s)
                 continue
             self.telemetry.forget(g)
+            self.prefixes.forget(g)
             self._is_up[g] = True
             self.panel.breakers[g].revive()
             started.set()
@@ -392,6 +395,7 @@ class Dispatcher:
     async def _place(self, call: Call, request: Request, begun: Begun, failed: frozenset[int]) -> _Attempt:
         """Ask where the call goes, and hold it until somebody takes it. Raises: Refusal."""
         hold_until_s = min(self._now_s() + self.settings.hold_max_s, call.deadline_s)
+        keys = block_keys(call.prompt_ids)
         placed: list[_Attempt] = []
 
         def reserve(decided: Decided) -> None:
@@ -401,9 +405,11 @@ class Dispatcher:
         while True:
             fits, excluded = self._fits(call), self._excluded(call, begun, failed)
             may_hold = self._now_s() < hold_until_s
-            question = Question(request, fits, excluded, may_hold, np.zeros(len(self.backends), np.int64))
+            question = Question(request, fits, excluded, may_hold, self.prefixes.hits(keys))
             decided = await self.scheduler.decide(question, reserve)
             if placed:
+                g = placed[0].group_index
+                self.prefixes.remember(g, keys, int(self.telemetry.kv_tokens[g]))
                 return placed[0]
             alive = self.alive() & fits
             alive[list(excluded)] = False

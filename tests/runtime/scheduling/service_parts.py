@@ -49,6 +49,7 @@ class Scripted:
     gap_s: float = 0.001
     fault: Callable[[Call, int], str | None] = lambda call, index: None
     is_emulation: bool = True
+    keeps_prefixes: bool = False
     is_alive: bool = False
     inside: int = 0
     started: list[str] = field(default_factory=list)
