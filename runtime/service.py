@@ -48,6 +48,11 @@ def host_settings(config: ServiceConfig, entry: GroupEntry, g: int) -> HostSetti
     )
 
 
+async def _still_starting() -> AsyncIterator[Piece]:
+    raise Refusal("starting", "the service is still starting its groups", retry_after_s=2.0)
+    yield  # a generator, as the real one
+
+
 class Service:
     """Implements the gateway's `Dispatcher` over the scheduling's."""
 
@@ -78,15 +83,9 @@ class Service:
     async def close(self) -> None:
         await self.dispatcher.close()
 
-    async def run(self, call: Call) -> AsyncIterator[Piece]:
-        if not self.has_started:
-            raise Refusal("starting", "the service is still starting its groups", retry_after_s=2.0)
-        stream = self.dispatcher.run(call)
-        try:
-            async for piece in stream:
-                yield piece
-        finally:
-            await stream.aclose()
+    def run(self, call: Call) -> AsyncIterator[Piece]:
+        """Raises, when iterated: Refusal."""
+        return self.dispatcher.run(call) if self.has_started else _still_starting()
 
     def models(self) -> Mapping[str, ServedModel]:
         return self._models

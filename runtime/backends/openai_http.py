@@ -161,27 +161,54 @@ class OpenAiHttpBackend:
         return BackendFault(message)
 
     async def _pieces(self, answer: aiohttp.ClientResponse, call: Call) -> AsyncIterator[Piece]:
-        """Pieces of an event stream; the last one waits for the usage that follows it. Raises: BackendFault for a broken one."""
-        index, last, usage = 0, None, {}
-        async for data in _events(answer.content, self.name):
-            if data == b"[DONE]":
-                break
-            event = self._event(data)
-            usage = event.get("usage") or usage
-            for choice in event.get("choices") or ():
-                text, reason = _text_of(choice), choice.get("finish_reason")
-                if reason is None and text:
-                    yield Piece(index, None, text)
-                    index += 1
-                elif reason is not None:
-                    last = Piece(index, None, text, None, str(reason))
-                    index += bool(text)
-        else:
-            raise BackendFault(f"{self.name}: the stream was cut after {index} pieces")
+        """Pieces of an event stream, one per event; where nobody watches it come in, one per arrival. The last one waits for the usage that
+        follows it. Raises: BackendFault for a broken stream."""
+        is_watched = bool(call.body.get("stream"))
+        index, usage, buffer = 0, {}, bytearray()
+        last: Piece | None = None
+        async for chunk in answer.content.iter_any():
+            buffer += chunk
+            cut = buffer.rfind(b"\n") + 1
+            if not cut:
+                if len(buffer) > EVENT_BYTES_MAX:
+                    raise BackendFault(f"{self.name}: an event of over {EVENT_BYTES_MAX} bytes")
+                continue
+            lines = bytes(buffer[:cut])
+            del buffer[:cut]
+            together: list[str] = []
+            for line in lines.split(b"\n"):
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    yield self._ended(last, "".join(together), index, usage, call)
+                    return
+                event = self._event(data)
+                usage = event.get("usage") or usage
+                for choice in event.get("choices") or ():
+                    text, reason = _text_of(choice), choice.get("finish_reason")
+                    if reason is not None:
+                        last = Piece(index, None, text, None, str(reason))
+                    elif text and is_watched:
+                        yield Piece(index, None, text)
+                        index += 1
+                    elif text:
+                        together.append(text)
+            if together and last is None:
+                yield Piece(index, None, "".join(together))
+                index += 1
+            elif together:
+                assert last is not None
+                last = Piece(index, None, "".join(together) + last.text, None, last.finish_reason)
+        raise BackendFault(f"{self.name}: the stream was cut after {index} pieces")
+
+    def _ended(self, last: Piece | None, before: str, index: int, usage: Mapping[str, Any], call: Call) -> Piece:
+        """The last piece, `before` the text that came in with it."""
         if last is None:
             raise BackendFault(f"{self.name}: the stream ended without a finish reason")
-        tokens = usage.get("completion_tokens", index), usage.get("prompt_tokens", call.prompt_tokens)
-        yield Piece(last.index, None, last.text, None, last.finish_reason, int(tokens[1]), int(tokens[0]))
+        text = before + last.text
+        prompt_tokens, tokens = usage.get("prompt_tokens", call.prompt_tokens), usage.get("completion_tokens", index + bool(text))
+        return Piece(index, None, text, None, last.finish_reason, int(prompt_tokens), int(tokens))
 
     def _event(self, data: bytes) -> dict[str, Any]:
         try:
@@ -230,20 +257,6 @@ class _Skip:
                 return None
         index = self._shift + piece.index - self._skipped + (1 if text and text != piece.text else 0)
         return Piece(index, None, text, None, piece.finish_reason, piece.prompt_tokens, piece.output_tokens)
-
-
-async def _events(content: aiohttp.StreamReader, name: str) -> AsyncIterator[bytes]:
-    """The data of each server-sent event."""
-    buffer = bytearray()
-    async for chunk in content.iter_any():
-        buffer += chunk
-        while (end := buffer.find(b"\n")) >= 0:
-            line = bytes(buffer[:end]).rstrip(b"\r")
-            del buffer[: end + 1]
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-        if len(buffer) > EVENT_BYTES_MAX:
-            raise BackendFault(f"{name}: an event of over {EVENT_BYTES_MAX} bytes")
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:

@@ -41,7 +41,13 @@ def play(backends, body) -> None:
 def ask(max_tokens: int = 24, prompt_tokens: int = 5, **more):
     """A call that every kind understands: with ids for ours, with the request as it came for foreign servers."""
     ids, sampling = tuple(range(10, 10 + prompt_tokens)), more.get("sampling", SamplingSettings())
-    body = {"temperature": sampling.temperature, "seed": sampling.seed, "stop": list(more.get("stop_strings", ())), "prompt": list(ids)}
+    body = {
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+        "stop": list(more.get("stop_strings", ())),
+        "prompt": list(ids),
+        "stream": True,
+    }
     return call(prompt_tokens, max_tokens, prompt_ids=ids, ignore_eos=True, body=body, **more)
 
 

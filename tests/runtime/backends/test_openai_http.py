@@ -81,6 +81,31 @@ def test_what_cannot_go_on_exactly_ends_in_an_error():
     with_backends(2, body)
 
 
+@pytest.mark.parametrize("at", [-1, 0, 7, 23])
+def test_an_answer_that_nobody_watches_is_saved_too(at):
+    """Not streamed to the caller: pieces come as they arrive, several words in one; a cut anywhere loses and doubles nothing."""
+
+    async def body(service):
+        struck = []
+
+        def fault(request, index):
+            if not struck and index == at:
+                struck.append(index)
+                return "die"
+            return None
+
+        for backend in service.backends:
+            backend.server.fault, backend.server.gap_s = fault, 0.0
+        asked = ask()
+        asked = replace(asked, body={**asked.body, "stream": False})
+        pieces = await collect(service, asked)
+        assert struck
+        assert "".join(piece.text for piece in pieces) == "".join(service.backends[0].server.words({**asked.body, "max_tokens": 24}))
+        assert pieces[-1].output_tokens == 24 and [p.finish_reason for p in pieces if p.finish_reason] == ["length"]
+
+    with_backends(2, body)
+
+
 def test_another_text_is_never_glued_on():
     async def run():
         backend = WithServer(0, 1.0)
