@@ -33,6 +33,16 @@ SERVICE_TIERS = ("auto", "default", "flex", "priority", "scale")
 
 
 @dataclass(frozen=True, slots=True)
+class Received:
+    """A request as it came. own_id: ours, which no other has. arrival_s: on the monotonic clock."""
+
+    data: bytes
+    headers: RequestHeaders
+    own_id: str
+    arrival_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt: its ids (empty where the tokenizer is not ours), tokens (exact or estimated), how a foreign server is sent it, and
     its text where the answer shall begin with it."""
@@ -81,15 +91,15 @@ class CallMaker:
     def __init__(self, settings: GatewaySettings, models: Callable[[], Mapping[str, ServedModel]], texts: PromptTexts) -> None:
         self._settings, self._models, self._texts = settings, models, texts
 
-    async def chat(self, data: bytes, headers: RequestHeaders, own_id: str, arrival_s: float) -> Asked:
+    async def chat(self, received: Received) -> Asked:
         """Raises: ApiError for whatever the caller must change."""
-        body, model = self._decoded(data, schemas.ChatBody, schemas.ForeignChatBody)
+        body, model = self._decoded(received.data, schemas.ChatBody, schemas.ForeignChatBody)
         if len(body.messages) > self._settings.messages_max:
             raise invalid(f"'messages' has {len(body.messages)} entries; at most {self._settings.messages_max} are taken.", "messages")
         wanted = self._logprobs(body.top_logprobs or 0, "top_logprobs", model) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-        raw = schemas.as_mapping(data)
+        raw = schemas.as_mapping(received.data)
         text = None
         if model.is_foreign:
             tokens = _chars_in(raw["messages"]) // FOREIGN_CHARS_PER_TOKEN + 1
@@ -99,12 +109,11 @@ class CallMaker:
             messages = [_template_message(message, place) for place, message in enumerate(body.messages)]
             ids = await self._texts.run(text.ids_of_chat, messages, _template_variables(body.chat_template_kwargs))
             prompt = Prompt(ids, len(ids))
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return self._asked("chat", body, model, text, [prompt], wanted, limit, raw, headers, own_id, arrival_s)
+        return self._asked("chat", body, model, text, [prompt], wanted, raw, received)
 
-    async def completion(self, data: bytes, headers: RequestHeaders, own_id: str, arrival_s: float) -> Asked:
+    async def completion(self, received: Received) -> Asked:
         """Raises: ApiError for whatever the caller must change."""
-        body, model = self._decoded(data, schemas.CompletionBody, schemas.ForeignCompletionBody)
+        body, model = self._decoded(received.data, schemas.CompletionBody, schemas.ForeignCompletionBody)
         sources = _prompts_in(body.prompt)
         if len(sources) * (body.n or 1) > self._settings.choices_max:
             raise invalid(f"{len(sources)} prompts × n={body.n or 1} is more than {self._settings.choices_max} answers.", "prompt")
@@ -114,15 +123,14 @@ class CallMaker:
                 400, "'echo' together with 'logprobs' is not supported: logprobs of a prompt are not computed.", param="echo",
                 code="unsupported", reason="unsupported",
             )  # fmt: skip
-        raw = schemas.as_mapping(data)
+        raw = schemas.as_mapping(received.data)
         if model.is_foreign:
             text = None
             prompts = [_foreign_prompt(source, bool(body.echo)) for source in sources]
         else:
             text = await self._texts.of(model)
             prompts = await self._texts.run(_own_prompts, text, sources, bool(body.echo))
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return self._asked("completion", body, model, text, prompts, wanted, limit, raw, headers, own_id, arrival_s)
+        return self._asked("completion", body, model, text, prompts, wanted, raw, received)
 
     def _decoded(self, data: bytes, own: type[Any], foreign: type[Any]) -> tuple[Any, ServedModel]:
         """The body by the rules of whoever makes its model's text."""
@@ -162,64 +170,38 @@ class CallMaker:
         text: ModelText | None,
         prompts: Sequence[Prompt],
         logprobs: int | None,
-        limit: int | None,
         raw: dict[str, Any],
-        headers: RequestHeaders,
-        own_id: str,
-        arrival_s: float,
+        received: Received,
     ) -> Asked:
-        n = body.n or 1
-        if len(prompts) * n > self._settings.choices_max:
-            raise invalid(f"'n' must be at most {self._settings.choices_max // len(prompts)}, got {n}.", "n")
-        if body.best_of is not None and body.best_of != n:
-            raise ApiError(
-                400, f"'best_of' other than 'n' is not supported, got best_of={body.best_of} and n={n}.", param="best_of",
-                code="unsupported", reason="unsupported",
-            )  # fmt: skip
+        n = self._answers_per_prompt(body, len(prompts))
         options = body.stream_options
         if options is not None and not body.stream:
             raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
-        request_id = headers.request_id or own_id
-        class_index = _class_index(body, headers)
-        priority = _priority(body, headers, class_index)
-        session = self._name(body.session_id or body.prompt_cache_key or headers.text(b"x-session-id"), "session_id")
-        user = self._name(body.user or body.safety_identifier or headers.text(b"x-user-id"), "user")
-        timeout_s = min(headers.timeout_s or self._settings.request_timeout_s, self._settings.request_timeout_s)
-        stops = self._stops(body.stop)
+        request_id = received.headers.request_id or received.own_id
+        common = self._common(body, received) | {"model": model.model_id, "kind": kind, "logprobs": logprobs}
+        common["stop_ids"] = _stop_ids(body.stop_token_ids, text)
+        samplings = [_sampling(body, answer) for answer in range(n)]
         passed_on = {name: value for name, value in raw.items() if name not in OURS_TO_DO}
-        calls = []
-        for place, prompt in enumerate(prompts):
-            max_tokens = self._max_tokens(kind, prompt.tokens, limit, model)
-            if (body.min_tokens or 0) > max_tokens:
-                raise invalid(f"'min_tokens' ({body.min_tokens}) is more than the answer may have ({max_tokens}).", "min_tokens")
+        calls: list[Call] = []
+        for prompt in prompts:
+            max_tokens = self._max_tokens(kind, prompt.tokens, body, model)
             sent = passed_on if kind == "chat" else passed_on | {"prompt": prompt.as_sent}
-            for answer in range(n):
+            for sampling in samplings:
                 calls.append(
                     Call(
-                        call_id=f"{request_id}-{own_id}.{place * n + answer}",
-                        model=model.model_id,
-                        kind=kind,
+                        call_id=f"{request_id}-{received.own_id}.{len(calls)}",
                         prompt_ids=prompt.ids,
                         prompt_tokens=prompt.tokens,
                         max_tokens=max_tokens,
-                        sampling=_sampling(body, answer),
-                        stop_strings=stops,
-                        logprobs=logprobs,
-                        class_index=class_index,
-                        priority=priority,
-                        session=session,
-                        user=user,
-                        deadline_s=arrival_s + timeout_s,
+                        sampling=sampling,
                         body=sent,
-                        ignore_eos=bool(body.ignore_eos),
-                        min_tokens=body.min_tokens or 0,
-                        stop_ids=_stop_ids(body.stop_token_ids, text),
+                        **common,
                     )
                 )
         return Asked(
             kind=kind,
             request_id=request_id,
-            answer_id=("chatcmpl-" if kind == "chat" else "cmpl-") + own_id,
+            answer_id=("chatcmpl-" if kind == "chat" else "cmpl-") + received.own_id,
             created_s=int(time.time()),
             model=model.model_id,
             text=text,
@@ -231,25 +213,46 @@ class CallMaker:
             has_running_usage=options is not None and bool(options.continuous_usage_stats),
         )
 
-    def _max_tokens(self, kind: str, prompt_tokens: int, limit: int | None, model: ServedModel) -> int:
-        """How long an answer may be. Raises: ApiError 400 naming the limit where prompt and answer together cannot be held (K10)."""
-        default = COMPLETION_TOKENS_DEFAULT if kind == "completion" else self._settings.output_tokens_default
-        if model.tokens_max is None:
-            return limit or default
-        if model.is_foreign:  # the prompt's tokens are a guess
-            return min(limit or default, model.tokens_max)
-        room = model.tokens_max - prompt_tokens
-        wanted = limit if limit is not None else max(1, min(default, room))
-        if wanted > room:
-            where = "messages" if kind == "chat" else "prompt"
+    def _common(self, body: schemas.Settings, received: Received) -> dict[str, Any]:
+        """Fields that all calls of a request share, whatever their prompts."""
+        headers = received.headers
+        class_index = _class_index(body, headers)
+        timeout_s = min(headers.timeout_s or self._settings.request_timeout_s, self._settings.request_timeout_s)
+        return {
+            "stop_strings": self._stops(body.stop),
+            "class_index": class_index,
+            "priority": _priority(body, headers, class_index),
+            "session": self._name(body.session_id or body.prompt_cache_key or headers.text(b"x-session-id"), "session_id"),
+            "user": self._name(body.user or body.safety_identifier or headers.text(b"x-user-id"), "user"),
+            "deadline_s": received.arrival_s + timeout_s,
+            "ignore_eos": bool(body.ignore_eos),
+            "min_tokens": body.min_tokens or 0,
+        }
+
+    def _answers_per_prompt(self, body: schemas.Settings, prompts: int) -> int:
+        n = body.n or 1
+        if prompts * n > self._settings.choices_max:
+            raise invalid(f"'n' must be at most {self._settings.choices_max // prompts}, got {n}.", "n")
+        if body.best_of is not None and body.best_of != n:
             raise ApiError(
-                400,
-                f"This model's maximum context length is {model.tokens_max} tokens. However, you requested {prompt_tokens + wanted} tokens "
-                f"({prompt_tokens} in the {where}, {wanted} in the completion). Please reduce the length of the {where} or completion.",
-                param=where,
-                code="context_length_exceeded",
-                reason="too_long",
-            )
+                400, f"'best_of' other than 'n' is not supported, got best_of={body.best_of} and n={n}.", param="best_of",
+                code="unsupported", reason="unsupported",
+            )  # fmt: skip
+        return n
+
+    def _max_tokens(self, kind: str, prompt_tokens: int, body: Any, model: ServedModel) -> int:
+        """How long an answer may be. Raises: ApiError 400 naming the limit where prompt and answer together cannot be held (K10)."""
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        wanted = limit or (COMPLETION_TOKENS_DEFAULT if kind == "completion" else self._settings.output_tokens_default)
+        if model.tokens_max is not None:
+            # a foreign prompt's tokens are a guess, and refuse nothing
+            room = model.tokens_max if model.is_foreign else model.tokens_max - prompt_tokens
+            if limit is None or model.is_foreign:
+                wanted = max(1, min(wanted, room))
+            if wanted > room:
+                raise _too_long(kind, model.tokens_max, prompt_tokens, wanted)
+        if (body.min_tokens or 0) > wanted:
+            raise invalid(f"'min_tokens' ({body.min_tokens}) is more than the answer may have ({wanted}).", "min_tokens")
         return wanted
 
     def _stops(self, stop: str | list[str] | None) -> tuple[str, ...]:
@@ -265,6 +268,18 @@ class CallMaker:
         if value is not None and len(value) > self._settings.name_chars_max:
             raise invalid(f"'{param}' must have at most {self._settings.name_chars_max} characters, got {len(value)}.", param)
         return value or None
+
+
+def _too_long(kind: str, tokens_max: int, prompt_tokens: int, wanted: int) -> ApiError:
+    where = "messages" if kind == "chat" else "prompt"
+    return ApiError(
+        400,
+        f"This model's maximum context length is {tokens_max} tokens. However, you requested {prompt_tokens + wanted} tokens "
+        f"({prompt_tokens} in the {where}, {wanted} in the completion). Please reduce the length of the {where} or completion.",
+        param=where,
+        code="context_length_exceeded",
+        reason="too_long",
+    )
 
 
 def _prompts_in(prompt: str | list[Any]) -> Sequence[str | list[int]]:

@@ -15,7 +15,7 @@ from typing import Any
 from runtime.calls import Piece, Refusal
 from runtime.gateway.answers import Answer, deadline_passed, error_events
 from runtime.gateway.api_keys import ApiKeys
-from runtime.gateway.call_making import Asked, CallMaker, RequestIds
+from runtime.gateway.call_making import Asked, CallMaker, Received, RequestIds
 from runtime.gateway.errors import JSON_TYPE, ApiError, from_refusal, internal_error
 from runtime.gateway.interface import Dispatcher
 from runtime.gateway.merging import merged
@@ -144,7 +144,7 @@ class Exchange:
         self._answer: Answer | None = None
         self.body_bytes = 0
 
-    async def run(self, make: Callable[..., Awaitable[Asked]]) -> None:
+    async def run(self, make: Callable[[Received], Awaitable[Asked]]) -> None:
         """To the end, whatever it is; raises only what cancels the server's own tasks."""
         watch: Watch | None = None
         error: ApiError | None = None
@@ -152,8 +152,8 @@ class Exchange:
             self._shared.admit(self._headers)
             data = await self._read_body()
             watch = Watch(self._receive)
-            asked = await make(data, self._headers, self._own_id, self._arrival_s)
-            del data
+            asked = await make(Received(data, self._headers, self._own_id, self._arrival_s))
+            del data  # it is not kept while the answer is made
             self._shared.metrics.prompt_making.add(time.monotonic() - self._arrival_s)
             watch.set_deadline(asked.calls[0].deadline_s - time.monotonic() + self._shared.settings.deadline_grace_s)
             await self._serve(asked, watch)

@@ -160,11 +160,12 @@ class Metrics(Collector):
         groups = list(enumerate(self._status()))[:GROUPS_MAX]
         names = ("model_name", "engine")
         kv_names = ("vllm:kv_cache_usage_perc", *(("vllm:gpu_cache_usage_perc",) if self._has_old_names else ()))
-        for name, said, value in (
+        gauges: list[tuple[str, str, Callable[[GroupStatus], float | None]]] = [
             ("vllm:num_requests_running", "Answers being made.", lambda g: float(g.running)),
             ("vllm:num_requests_waiting", "Answers waiting.", lambda g: float(g.waiting)),
-            *((name, "Share of the KV memory in use, 0 to 1.", lambda g: g.kv_used_fraction) for name in kv_names),
-        ):
+        ]
+        gauges += [(name, "Share of the KV memory in use, 0 to 1.", lambda g: g.kv_used_fraction) for name in kv_names]
+        for name, said, value in gauges:
             rows = [((group.model_id, str(place)), value(group)) for place, group in groups]
             yield _gauge(name, said, names, [(labels, number) for labels, number in rows if number is not None])
         for name, said, which in (

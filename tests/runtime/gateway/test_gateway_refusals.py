@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -311,12 +313,11 @@ def test_no_more_requests_than_allowed():
     """429 with Retry-After while full; K13: said within 50 ms of work, since nothing is looked at."""
 
     async def waits(call: Call):
-        import asyncio
-
-        await asyncio.sleep(0.5)
+        while not released:
+            await asyncio.sleep(0.01)
         yield Piece(0, 97, "a", None, "stop", 3, 1)
 
-    from concurrent.futures import ThreadPoolExecutor
+    released: list[bool] = []
 
     with serving(ScriptedDispatcher(script=waits), GatewaySettings(requests_max=2)) as service, ThreadPoolExecutor(2) as pool:
         served = [pool.submit(httpx.post, service.url + "/v1/completions", json=TEXT) for _ in range(2)]
@@ -324,6 +325,7 @@ def test_no_more_requests_than_allowed():
         response = httpx.post(service.url + "/v1/completions", json=TEXT)
         assert error_of(response, 429)["code"] == "queue_full"
         assert int(response.headers["retry-after"]) >= 1
+        released.append(True)
         assert [response.result().status_code for response in served] == [200, 200]
 
 
