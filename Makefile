@@ -1,10 +1,11 @@
-# make test | train | lint | clean. Everything runs in .venv, made from constraints.txt on first use.
+# make test | train | serve | lint | clean. Everything runs in .venv, made from constraints.txt on first use.
 # PYTHON: interpreter 3.11 or newer.  PIP_FLAGS: e.g. '--extra-index-url https://download.pytorch.org/whl/cpu'.
-# TEST_FLAGS, TRAIN_FLAGS: passed on, e.g. make test TEST_FLAGS='-k layering'.
+# TEST_FLAGS, TRAIN_FLAGS, SERVE_FLAGS: passed on, e.g. make test TEST_FLAGS='-k layering'.
 PYTHON ?= python3
 PIP_FLAGS ?=
 TEST_FLAGS ?=
 TRAIN_FLAGS ?=
+SERVE_FLAGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 # times, changes nothing; a changed requirement does.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 
-.PHONY: test train lint clean venv
+.PHONY: test train serve lint clean venv
 .DEFAULT_GOAL := test
 
 test: $(STAMP)
@@ -20,6 +21,9 @@ test: $(STAMP)
 
 train: $(STAMP)
 	$(BIN)/python train.py $(TRAIN_FLAGS)
+
+serve: $(STAMP)
+	$(BIN)/python -m runtime serve --demonstration $(SERVE_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from envs.cluster.telemetry import link_of
 from envs.decision import capability as C
 from envs.decision.predictor import class_limits
 from envs.domain.plans import TpGroup
@@ -35,7 +34,7 @@ def capability_rows(
     rows: list[dict[str, Any]] = []
     classes = np.unique(trace.class_index)
     for cluster in clusters:
-        devices = {place.gpu.name: (place.gpu, link_of(group)) for group in cluster.groups for place in group.ranks}
+        devices = {place.gpu.name: (place.gpu, group.slowest_link) for group in cluster.groups for place in group.ranks}
         rates = C.static_rates([gpu for gpu, _ in devices.values()], [link for _, link in devices.values()])
         idle = [C.DeviceState()] * len(devices)
         rows += _ranked(cluster.name, "device", list(devices), C.capability_vector(rates, idle, C.CATALOGUE_SCALE))
@@ -54,7 +53,7 @@ def capability_rows(
 
 
 def _rank_rates(group: TpGroup) -> FloatArray:
-    return C.static_rates([place.gpu for place in group.ranks], [link_of(group)] * len(group.ranks))
+    return C.static_rates([place.gpu for place in group.ranks], [group.slowest_link] * len(group.ranks))
 
 
 def _measured(cluster: ClusterSpec, summaries: Sequence[Mapping[str, Any]]) -> list[float]:

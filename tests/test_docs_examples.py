@@ -20,7 +20,7 @@ from agents.experiment_config import load_experiment
 from envs.scenario.cluster_file import load_cluster
 
 PROJECT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "docs/extending.md", "docs/experiments.md", "docs/simulator.md", "docs/tp_engine.md"]
+PAGES = ["README.md", "docs/extending.md", "docs/experiments.md", "docs/simulator.md", "docs/tp_engine.md", "docs/service.md"]
 PYTHON_PAGES = ["docs/extending.md", "docs/experiments.md", "docs/simulator.md"]
 CHEAP = ("envs.scenario", "envs.traces inspect")
 """Beginnings of commands that are run outright."""

@@ -21,7 +21,8 @@ TRAINING = (
 )  # fmt: skip
 WEB = (
     "numpy", "numba", "llvmlite", "torch", "safetensors", "pydantic", "yaml", "zstandard", "starlette", "uvicorn", "anyio", "httpx",
-    "websockets", "msgpack", "prometheus_client", "opentelemetry", "tokenizers", "jinja2", "gguf", "rich", "ray",
+    "uvloop", "httptools", "websockets", "aiohttp", "msgpack", "msgspec", "prometheus_client", "opentelemetry",
+    "tokenizers", "jinja2", "gguf", "rich", "ray",
 )  # fmt: skip
 # the simulated world and what is built straight on it; named one by one, so that a module without a layer is noticed
 SIMULATION = ("envs.cluster", "envs.scheduling_env", "envs.default_worlds", "envs.unloaded", "envs.world_sampler")
@@ -187,6 +188,9 @@ LIGHT_IMPORTS = (
     ("envs.scenario.cluster_file", ("torch", "gymnasium", "simpy", "pandas")),
     ("runtime.torch_tp.tokenizer", ("torch", "gguf", "simpy", "transformers")),
     ("runtime.torch_tp.model", ("gguf", "simpy", "transformers")),
+    ("runtime.calls", ("torch", "simpy", "starlette")),
+    ("runtime.gateway.app", ("torch", "stable_baselines3", "gymnasium", "simpy", "transformers", "pandas", "scipy")),
+    ("runtime.gateway.server", ("torch", "stable_baselines3", "gymnasium", "simpy", "transformers", "pandas", "scipy")),
     ("runtime.online_scheduler", ("stable_baselines3", "sb3_contrib", "gymnasium", "simpy")),
 )
 

@@ -24,27 +24,22 @@ from envs.cluster.moves import Moves
 from envs.cluster.outcome_table import OutcomeTable
 from envs.cluster.telemetry import Telemetry
 from envs.cluster.world import WorldSpec
-from envs.decision import capability
 from envs.decision import predictor as P
 from envs.decision.actions import Decision, DecisionPoint, Scheduler, route_commands, route_mask
 from envs.decision.call_outcomes import Outcome
 from envs.decision.circuit_breaker import BreakerPanel, ClassBreaker, ProbeLease, State
-from envs.decision.length_estimator import LengthEstimator
 from envs.decision.move_candidates import rebalance_candidates, split_candidates
-from envs.decision.request_classes import TypicalPrompts
 from envs.decision.retry_budget import RetryBudget
+from envs.decision.traffic_experience import TrafficExperience
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, Request
-from envs.domain.snapshot import BoolArray, FloatArray, IntArray
+from envs.domain.snapshot import BoolArray, IntArray
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
 from envs.group_kernel.advance import join, next_event_s
 from envs.group_kernel.jump import cut_jump
 from envs.group_kernel.queue import enqueue_row, take_out
 from envs.traces.trace_table import TraceTable
-
-TABLE_REFRESH_COMPLETIONS = 64  # the predictor's length table is rebuilt this often
-TYPICAL_REFRESH_COMPLETIONS = 512  # what a typical request is and costs, at first after 64, 128, 256: it changes ever less
 
 
 @dataclass(slots=True)
@@ -99,14 +94,9 @@ class ClusterProcess:
         self._class_leases: dict[int, ProbeLease] = {}
         self.retries = RetryBudget(attempts_max=world.options.attempts_max)
         self._retrying: set[int] = set()
-        self.lengths = LengthEstimator()
-        self.prompts = TypicalPrompts()
         self._limits = P.class_limits(world.options.limit_multiplier)
         self._timeouts: list[list[float]] = (self._limits[:, :2] * world.options.class_timeout_limits).tolist()
-        self._completions = 0
-        self._typical_due = TABLE_REFRESH_COMPLETIONS
-        self._typical = self._make_typical(np.array([self.lengths.mean(c) for c in range(len(SERVICE_CLASSES))]))
-        self.tables = self._make_tables()
+        self.experience = TrafficExperience(world.cluster.model, self.state, world.options.limit_multiplier, world.options.head_start_s)
         self.moves = Moves(self)
         self.ended_requests: list[int] = []  # in order of booking; the environment drains it to pay rewards
         self._leases: dict[int, ProbeLease] = {}
@@ -121,7 +111,6 @@ class ClusterProcess:
         self._hold_alarm = self.env.event()  # rung when a group's next event may have moved forward
         self._next_arrival = 0
         self._done = False
-        self._table_due = TABLE_REFRESH_COMPLETIONS
         self._hits = np.zeros(len(self.groups.groups), np.int64)
         trace = self.trace  # columns as plain numbers: reading one from an array costs four times as much
         self._tokens_max: list[int] = tokens_max(trace, world.options.default_output_tokens).tolist()
@@ -145,6 +134,11 @@ class ClusterProcess:
             self.env.process(fault_process.strike(self, fault))
 
     # -- what callers use
+
+    @property
+    def tables(self) -> P.PredictorTables:
+        """What the predictor knows beside the snapshot."""
+        return self.experience.tables
 
     @property
     def span_s(self) -> float:
@@ -229,9 +223,7 @@ class ClusterProcess:
         for row, times in zip(ints.tolist(), floats[:, : L.RF_PARTS].tolist(), strict=True):
             self._book_one(row, times)
         self.ask_held_again()
-        if self._completions >= self._table_due:
-            self._table_due = self._completions + TABLE_REFRESH_COMPLETIONS
-            self.tables = self._make_tables()
+        self.experience.refresh_if_due()
 
     def _book_one(self, ints: list[int], times: list[float]) -> None:
         group_index, kind, request_id = ints[L.RI_GROUP], ints[L.RI_KIND], ints[L.RI_REQUEST]
@@ -247,8 +239,7 @@ class ClusterProcess:
             if expected_s is not None:
                 tpot_s = (times[L.RF_FINISH_S] - times[L.RF_FIRST_S]) / max(1, ints[L.RI_GENERATED] - 1)
                 self.telemetry.class_experience.observe(times[L.RF_FINISH_S], group_index, ints[L.RI_CLASS], expected_s, (ttft_s, tpot_s))
-            self._completions += 1
-            self.lengths.observe(ints[L.RI_CLASS], ints[L.RI_GENERATED])
+            self.experience.observe_completion(ints[L.RI_CLASS], ints[L.RI_GENERATED])
             self.breakers.breakers[group_index].record(Outcome.OK, began_s=began_s, lease=lease)
         elif kind == L.RECORD_TIMEOUT:
             self.breakers.breakers[group_index].record(Outcome.FAULT, began_s=began_s, lease=lease, reason="queue timeout")
@@ -291,7 +282,7 @@ class ClusterProcess:
             self.retries.start_request()
             self.telemetry.rate_5s.count(self.env.now)
             self.telemetry.rate_60s.count(self.env.now)
-            self.prompts.observe(self._class_index[i], self._prompt_tokens[i])
+            self.experience.observe_arrival(self._class_index[i], self._prompt_tokens[i])
             if self._is_unservable(i):
                 self.end_request(i, OutcomeKind.UNSERVABLE, "unservable")
                 continue
@@ -489,40 +480,3 @@ class ClusterProcess:
         if len(found.commands) <= 1:
             return None
         return DecisionPoint(decision, view, found.commands, found.mask, self.tables, moves=found.moves)
-
-    def _make_tables(self) -> P.PredictorTables:
-        state = self.state
-        starts = P.bin_starts()
-        classes, made, middle = np.meshgrid(
-            np.arange(len(SERVICE_CLASSES)), starts, (np.arange(P.QUANTILES) + 0.5) / P.QUANTILES, indexing="ij"
-        )
-        remaining = self.lengths.expected_remaining(classes[..., 0], made[..., 0])
-        quantiles = self.lengths.sample_remaining(classes, made, middle)
-        if self._completions >= self._typical_due:
-            self._typical_due = min(2 * self._typical_due, self._typical_due + TYPICAL_REFRESH_COMPLETIONS)
-            self._typical = self._make_typical(np.ascontiguousarray(remaining[:, 0], np.float64))
-        return P.PredictorTables(
-            rank_cost=state.predicted_rank_cost,
-            group_cost=state.predicted_group_cost,
-            plan=state.group_int[:, L.GI_PLAN],
-            baseline=self._typical[0],
-            needs=self._typical[1],
-            remaining_tokens=np.ascontiguousarray(remaining, np.float64),
-            remaining_quantiles=np.ascontiguousarray(quantiles, np.float64),
-            chunk_tokens=np.ascontiguousarray(state.group_int[:, L.GI_CHUNK_MAX]),
-            residual=state.plain_residual,
-            slow=state.plain_slow,
-            limit_multiplier=self.options.limit_multiplier,
-            head_start_s=self.options.head_start_s,
-        )
-
-    def _make_typical(self, outputs: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Baseline table and needs of a typical request of each class, whose answer has `outputs` tokens, shape (classes,)."""
-        state, model, prompts = self.state, self.world.cluster.model, self.prompts.tokens()
-        baseline = P.baselines(
-            prompts, outputs, state.predicted_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow,
-            state.group_int[:, L.GI_PLAN], np.ascontiguousarray(state.group_int[:, L.GI_CHUNK_MAX]), model.kv_bytes_per_token,
-        )  # fmt: skip
-        ttft_limit_s = self._limits[:, 0] + self._limits[:, 1] * prompts
-        needs = capability.class_needs(model, prompts, outputs, ttft_limit_s, self._limits[:, 2])
-        return P.baseline_table(baseline, self.options.limit_multiplier), needs

@@ -6,21 +6,18 @@ Holds two sets of coefficients side by side: the world's (residual tables, inter
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from envs.cluster.world import WorldOptions
-from envs.decision import split_planner
-from envs.decision.move_candidates import IDLE_MIX, overlap_of
+from envs.decision import group_model, split_planner
+from envs.decision.group_model import GroupModel
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.domain.snapshot import BoolArray, FloatArray
 from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
-from envs.perf_model import all_reduce, group_cost, memory_fit
+from envs.perf_model import group_cost
 from envs.perf_model import step_time as ST
-from envs.perf_model.compiled import kernel
-from envs.perf_model.memory_fit import NO_OVERLAP, Overlap
+from envs.perf_model.memory_fit import Overlap
 from envs.scenario.cluster_spec import ClusterSpec
 
 (PARKED, DRAINING, LOST, DETECTED_DOWN) = range(4)
@@ -70,74 +67,6 @@ class GroupHealth:
         return self.rank_losses > 0
 
 
-# What follows from hardware and plan alone is kept between worlds: a training environment starts a new one every few
-# hundred decisions, mostly on the same groups. The arrays are read only.
-_kept = lru_cache(maxsize=1024)
-
-
-@_kept
-def _planned(group: TpGroup, corner: str, speed_factors: tuple[float, ...]) -> SplitPlan:
-    return split_planner.corner_plan(group, corner, IDLE_MIX, speed_factors=np.array(speed_factors))
-
-
-@_kept
-def _overlap(group: TpGroup, plan: SplitPlan, memory_fraction: float) -> Overlap:
-    window = overlap_of(group, plan)
-    return window if memory_fit.fits(group, plan, 1024, memory_fraction, window) else NO_OVERLAP
-
-
-@_kept
-def _group_row(group: TpGroup) -> FloatArray:
-    reduce = all_reduce.affine_coefficients(group)
-    return _read_only(group_cost.group_cost_row(group, reduce.alpha_s, reduce.beta_s_per_byte))
-
-
-@_kept
-def _rank_rows(group: TpGroup, plan: SplitPlan, with_residuals: bool) -> FloatArray:
-    return _read_only(group_cost.rank_cost_rows(group, plan, with_residuals=with_residuals))
-
-
-@_kept
-def _kv_bytes_per_token(group: TpGroup, plan: SplitPlan) -> FloatArray:
-    return _read_only(memory_fit.kv_bytes_per_token(group.model, plan))
-
-
-@_kept
-def _kv_bytes(group: TpGroup, plan: SplitPlan, memory_fraction: float) -> FloatArray:
-    """Bytes per rank that weights and workspace leave for KV, never negative."""
-    weights = memory_fit.weight_bytes(group.model, plan, _overlap(group, plan, memory_fraction))
-    left = memory_fit.usable_bytes(group, memory_fraction) - weights - memory_fit.workspace_bytes(group.model, plan)
-    return _read_only(np.maximum(left, 0.0))
-
-
-def _read_only(array: FloatArray) -> FloatArray:
-    array.setflags(write=False)
-    return array
-
-
-@kernel
-def _correct_costs(declared, ratio, out):
-    """Costs (G, 2, R, RANK_COLUMNS) of declared hardware times what was measured of each rank's attention and MLP (G, R, 2);
-    the output head reads weights as the MLP does and follows it."""
-    for g in range(declared.shape[0]):
-        for slot in range(declared.shape[1]):
-            for r in range(declared.shape[2]):
-                for column in range(declared.shape[3]):
-                    is_mlp = ST.RC_MLP_TOKEN_S <= column <= ST.RC_HEAD_WEIGHT_S
-                    out[g, slot, r, column] = declared[g, slot, r, column] * ratio[g, r, 1 if is_mlp else 0]
-
-
-@kernel
-def _reference_times(declared, group_cost, residual, slow, plan, batch, kv, out, steps_s):
-    for g in range(out.shape[0]):
-        ST.rank_times(g, declared, group_cost, residual, slow, plan[g], batch, 0.0, kv, out[g])
-        attention_s = mlp_s = 0.0
-        for r in range(out.shape[1]):
-            attention_s = max(attention_s, out[g, r, 0])
-            mlp_s = max(mlp_s, out[g, r, 1])
-        steps_s[g] = attention_s + mlp_s + group_cost[g, ST.GC_COMM_ALPHA_S]
-
-
 class GroupSet:
     """Kernel state of every group of a cluster, built from specs; changes of plan, speed and health go through here."""
 
@@ -149,9 +78,7 @@ class GroupSet:
         self.ranks_max = max(len(group.ranks) for group in self.groups)
         slots = cluster.limits.max_running + cluster.limits.queue_limit
         self.state = L.allocate(count, self.ranks_max, slots, prefix_offset, prefix_ids)
-        self.declared_rank_cost = np.zeros_like(self.state.predicted_rank_cost)  # the datasheets' prior, before any correction
-        self.rank_ratio = np.ones((count, self.ranks_max, 2))  # measured / declared time of attention and MLP
-        self.has_rank = np.zeros((count, self.ranks_max), np.bool_)
+        self.model = GroupModel(self.state)  # what schedulers believe
         self.plans: list[SplitPlan] = []
         self.slot_plans: list[list[SplitPlan]] = []  # of each group, the plan in each of its two plan slots
         self.corners = np.full(count, split_planner.CORNERS.index(options.start_corner), np.int64)
@@ -196,17 +123,16 @@ class GroupSet:
         """Plan of one corner for group `g`, over its healthy ranks. Raises InfeasibleSplit when the model does not fit."""
         factors = np.ones(len(self.groups[g].ranks)) if speed_factors is None else np.array(speed_factors, np.float64)
         factors[self.health[g].rank_is_lost] = 0.0
-        return _planned(self.groups[g], corner, tuple(factors.tolist()))
+        return group_model.planned(self.groups[g], corner, tuple(factors.tolist()))
 
     def overlap(self, g: int) -> Overlap:
         """What group `g`'s ranks hold beyond their shares: none where even one head more would not fit."""
-        return _overlap(self.groups[g], self.plans[g], self.options.memory_fraction)
+        return group_model.overlap(self.groups[g], self.plans[g], self.options.memory_fraction)
 
     def _write_group(self, g: int) -> None:
         group = self.groups[g]
-        row = _group_row(group)
-        self.state.predicted_group_cost[g] = row
-        row = row.copy()
+        self.model.write_group(g, group)
+        row = group_model.group_row(group).copy()
         row[ST.GC_INTERFERENCE] = self.interference[g]
         row[ST.GC_LINK_SLOW], row[ST.GC_HOST_SLOW] = self.health[g].link_slow, self.health[g].host_slow
         self.state.group_cost[g] = row
@@ -218,21 +144,17 @@ class GroupSet:
         group = self.groups[g]
         self.slot_plans[g][slot] = plan
         ranks = len(group.ranks)
-        true_rows = _rank_rows(group, plan, self.options.use_residual_tables)
-        declared = _rank_rows(group, plan, False)
-        for cost, rows in ((self.state.rank_cost, true_rows), (self.declared_rank_cost, declared)):
-            cost[g, slot] = 0.0
-            cost[g, slot, :ranks] = rows
-        self.has_rank[g] = np.arange(self.ranks_max) < ranks
-        _correct_costs(self.declared_rank_cost[g : g + 1], self.rank_ratio[g : g + 1], self.state.predicted_rank_cost[g : g + 1])
+        self.state.rank_cost[g, slot] = 0.0
+        self.state.rank_cost[g, slot, :ranks] = group_model.rank_rows(group, plan, self.options.use_residual_tables)
+        self.model.write_plan(g, slot, group, plan)
         self.state.kv_block_bytes[g, slot] = 0.0
-        self.state.kv_block_bytes[g, slot, :ranks] = _kv_bytes_per_token(group, plan) * self.limits.kv_block_tokens
+        self.state.kv_block_bytes[g, slot, :ranks] = group_model.kv_bytes_per_token(group, plan) * self.limits.kv_block_tokens
 
     def _fit_memory(self, g: int) -> None:
         """Bytes left for KV on each rank: usable memory less weights and workspace of the plan in force."""
         group, plan = self.groups[g], self.plans[g]
         self.state.kv_bytes[g] = 0.0
-        self.state.kv_bytes[g, : len(group.ranks)] = _kv_bytes(group, plan, self.options.memory_fraction)
+        self.state.kv_bytes[g, : len(group.ranks)] = group_model.kv_bytes(group, plan, self.options.memory_fraction)
         if self.limits.kv_blocks is not None:  # a declared pool, as in tests of tiny caches
             cap = self.limits.kv_blocks * self.state.kv_block_bytes[g, self.state.group_int[g, L.GI_PLAN]]
             self.state.kv_bytes[g] = cap
@@ -267,17 +189,3 @@ class GroupSet:
         ranks = len(self.groups[g].ranks)
         self.state.slow[g, :ranks, 0] = health.slow_compute
         self.state.slow[g, :ranks, 1] = health.slow_memory
-
-    def correct_costs(self, ratio: FloatArray) -> None:
-        """Let the schedulers' model take each rank's attention and MLP `ratio` (groups, ranks, 2) times as long as declared."""
-        self.rank_ratio[:] = ratio
-        _correct_costs(self.declared_rank_cost, self.rank_ratio, self.state.predicted_rank_cost)
-
-    def reference_times(self, batch: int, kv: int, out: FloatArray, steps_s: FloatArray) -> None:
-        """A decode step of `batch` sequences and `kv` KV tokens on the declared hardware under the plans in force: attention and
-        MLP seconds per rank into `out` (groups, ranks, 2), the slowest ranks' with communication latency into `steps_s` (groups,)."""
-        state = self.state
-        _reference_times(
-            self.declared_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow,
-            state.group_int[:, L.GI_PLAN], batch, kv, out, steps_s,
-        )  # fmt: skip

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
-
 import numpy as np
 
 from envs.cluster.group_set import DETECTED_DOWN, DRAINING, PARKED, GroupSet
-from envs.cluster.rank_telemetry import OPERATIONS, RankTelemetry
+from envs.cluster.rank_telemetry import RankTelemetry
 from envs.cluster.report_delay import DelayedReports
-from envs.decision import capability
+from envs.decision import capability, group_model
+from envs.decision.arrival_rate import ArrivalRate
 from envs.decision.class_experience import ClassExperience
-from envs.domain.plans import TpGroup
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray, Residents
-from envs.domain.specs import LinkSpec
 from envs.group_kernel import reading as R
 from envs.perf_model.compiled import kernel
-
-REFERENCE_BATCH = 16
-REFERENCE_CONTEXT = 1024
-
-
-class ArrivalRate:
-    """Exponentially forgotten arrivals per second."""
-
-    def __init__(self, time_constant_s: float) -> None:
-        self._time_constant_s = time_constant_s
-        self._weight = 0.0
-        self._last_s = 0.0
-
-    def count(self, now_s: float) -> None:
-        self._weight = self._weight * math.exp((self._last_s - now_s) / self._time_constant_s) + 1.0
-        self._last_s = now_s
-
-    def per_s(self, now_s: float) -> float:
-        return self._weight * math.exp((self._last_s - now_s) / self._time_constant_s) / self._time_constant_s
 
 
 @kernel
@@ -45,21 +22,6 @@ def _availability(is_parked, is_down, draining, breaker_allows, waiting, queue_l
         is_up[g] = not (is_parked[g] or is_down[g])
         is_draining[g] = draining[g]
         accepts[g] = is_up[g] and not draining[g] and breaker_allows[g] and waiting[g] < queue_limit[g]
-
-
-@lru_cache(maxsize=1024)
-def _static_profile(group: TpGroup, alive: tuple[int, ...]) -> FloatArray:
-    """Standardised rates of the ranks `alive` of a group together, shape (5,)."""
-    ranks = [group.ranks[r] for r in alive]
-    rates = capability.static_rates([place.gpu for place in ranks], [link_of(group)] * len(ranks))
-    found = capability.static_vector(capability.group_rates(rates)[None], capability.CATALOGUE_SCALE)[0]
-    found.setflags(write=False)
-    return found
-
-
-def link_of(group: TpGroup) -> LinkSpec:
-    """The slowest link between the group's ranks."""
-    return group.outer_link if len(group.domains) > 1 else group.inner_link
 
 
 class Telemetry:
@@ -93,15 +55,9 @@ class Telemetry:
     def refresh_slow_columns(self) -> None:
         """Read the declared hardware again: relative speed, capability profile, a usual step's times; at control ticks."""
         groups = self._groups
-        count = len(groups.groups)
-        reference_s, steps_s = np.zeros((count, groups.ranks_max, len(OPERATIONS))), np.empty(count)
-        groups.reference_times(REFERENCE_BATCH, REFERENCE_BATCH * REFERENCE_CONTEXT, reference_s, steps_s)
-        self.static_profile = np.empty_like(self.static_profile)  # a new one, since snapshots hold the old one
-        for g in range(count):
-            alive = tuple(np.flatnonzero(~groups.health[g].rank_is_lost).tolist())
-            self.static_profile[g] = _static_profile(groups.groups[g], alive or tuple(range(len(groups.groups[g].ranks))))
-        speed = 1.0 / steps_s
-        self.capability = speed / speed.mean()
+        alive = [tuple(np.flatnonzero(~health.rank_is_lost).tolist()) for health in groups.health]
+        self.static_profile = group_model.static_profiles(groups.groups, alive)  # a new one, since snapshots hold the old one
+        reference_s, self.capability = groups.model.usual_step()
         self.ranks.refer_to(reference_s)
 
     def speed_factors(self, g: int) -> FloatArray:

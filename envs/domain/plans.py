@@ -130,3 +130,8 @@ class TpGroup:
         for index, place in enumerate(self.ranks):
             by_node.setdefault((place.rack, place.node), []).append(index)
         return tuple(tuple(members) for members in by_node.values())
+
+    @property
+    def slowest_link(self) -> LinkSpec:
+        """The slowest link between the group's ranks."""
+        return self.outer_link if len(self.domains) > 1 else self.inner_link

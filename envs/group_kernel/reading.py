@@ -116,6 +116,19 @@ def advance_and_read(state, now_s, group_ints, group_floats, offset, resident_in
 
 
 @kernel
+def step_under_way(state, g):
+    """(tokens, prefill query-key pairs, KV tokens) of group `g`'s step."""
+    ints = state.group_int[g]
+    kv = 0
+    for place in range(ints[L.GI_RUNNING]):
+        row = state.slot_int[g, state.running[g, place]]
+        if row[L.SI_PHASE] == L.PHASE_DECODE:
+            kv += row[L.SI_DONE]
+    chunk = ints[L.GI_CHUNK_TOKENS]
+    return ints[L.GI_DECODING] + chunk, 0.5 * chunk * chunk, kv
+
+
+@kernel
 def hit_tokens(state, request, out):
     """Prompt tokens of `request` that each group's prefix cache already holds; `out` (G,)."""
     for g in range(state.group_int.shape[0]):

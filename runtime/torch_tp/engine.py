@@ -25,10 +25,11 @@ from runtime.torch_tp.config import ModelConfig, read_config
 from runtime.torch_tp.measured import Measured, Totals
 from runtime.torch_tp.model_folder import model_folder
 from runtime.torch_tp.nursery import Nursery
+from runtime.torch_tp.orders import StepDone
 from runtime.torch_tp.plan_changes import PlanChanges
 from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent
 from runtime.torch_tp.resplit import SlideStep
-from runtime.torch_tp.steps import StepCommand
+from runtime.torch_tp.steps import StepCommand, StepResult
 from runtime.torch_tp.supervisor import GroupChange, GroupGone, GroupRebuilt, RankSettings, Supervisor, SupervisorSettings
 from runtime.torch_tp.tokenizer import Tokenizer, load_tokenizer
 
@@ -108,6 +109,7 @@ class Engine:
         self._is_closing = False
         self._gone: str | None = None
         self._totals = Totals()
+        self.last_step: tuple[StepCommand, StepResult, dict[int, StepDone]] | None = None  # with what each worker said of it
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
 
@@ -289,6 +291,7 @@ class Engine:
             if command is None:
                 return True
             result = self.supervisor.step(command)
+            self.last_step = command, result, self.supervisor.last_done
         except GroupRebuilt as error:
             self._begin_again(error.change, str(error), began_s)
             if command is not None and not error.change.lost:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,13 @@ from runtime.torch_tp.model_folder import model_folder
 INCOMPLETE = "\ufffd"
 """What a decoder writes for bytes that are no character, or not yet."""
 CONTEXT_TOKENS_MAX = 64
+
+PRINTABLE_BYTES = (*range(33, 127), *range(161, 173), *range(174, 256))
+BYTE_OF_SIGN: dict[str, int] = {chr(byte): byte for byte in PRINTABLE_BYTES} | {
+    chr(256 + place): byte for place, byte in enumerate(byte for byte in range(256) if byte not in PRINTABLE_BYTES)
+}
+"""How byte-level vocabularies write a byte: printable Latin-1 as itself, the others from U+0100 on (GPT-2, `bytes_to_unicode`)."""
+BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -43,12 +52,40 @@ class Tokenizer:
         return self._fast.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; `add_special_tokens` puts a start token in front where the checkpoint wants one."""
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids; `add_special_tokens` puts a start token in front where the checkpoint wants one.
+
+        As a batch of one: only the batch calls let go of the interpreter, and a long prompt takes seconds.
+        """
+        return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of these tokens; bytes that are no UTF-8 come out as U+FFFD. Ids beyond the vocabulary are nothing."""
         return self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def token_chars_max(self) -> int:
+        """Characters of the longest token: a text of more than this × n characters has more than n tokens."""
+        return max((len(piece) for piece in self._fast.get_vocab(with_added_tokens=True)), default=1)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; they need not be whole characters."""
+        piece = self._fast.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._added_ids:
+            return piece.encode()
+        if self._is_byte_level:
+            return bytes(BYTE_OF_SIGN[sign] for sign in piece) if all(sign in BYTE_OF_SIGN for sign in piece) else piece.encode()
+        fallback = BYTE_PIECE.fullmatch(piece)
+        return bytes([int(fallback[1], 16)]) if fallback else piece.replace("▁", " ").encode()
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._fast.get_added_tokens_decoder())
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        return "ByteLevel" in repr(self._fast.decoder)
 
     def stream_decoder(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
         return StreamDecoder(self, skip_special_tokens=skip_special_tokens)

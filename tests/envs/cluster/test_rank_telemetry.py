@@ -7,7 +7,7 @@ import pytest
 
 from envs.cluster.cluster_process import ClusterProcess
 from envs.cluster.faults import FaultEvent, FaultKind
-from envs.cluster.rank_telemetry import PUBLISHED_STEP, SETTINGS
+from envs.decision.rank_experience import PUBLISHED_STEP, SETTINGS
 from envs.group_kernel import layout as L
 from envs.perf_model import step_time as ST
 from tests.envs import small_worlds as W
@@ -31,7 +31,7 @@ def true_ratio(process: ClusterProcess, g: int) -> np.ndarray:
     tokens, kv = int(state.group_int[g, L.GI_DECODING]), 16 * 1024
     out = np.zeros((2, groups.ranks_max, 2))
     plan = int(state.group_int[g, L.GI_PLAN])
-    declared = (groups.declared_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow)
+    declared = (groups.model.declared_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow)
     for array, costs in zip(out, (declared, (state.rank_cost, state.group_cost, state.residual, state.slow)), strict=True):
         ST.rank_times(g, *costs, plan, tokens, 0.0, kv, array)
     return out[1] / out[0]
@@ -59,7 +59,7 @@ def test_the_schedulers_model_takes_the_measured_ratios():
     """Costs that predictors read are the declared ones times the ratio of their operation."""
     process = played(15.0)
     groups, ratio = process.groups, process.telemetry.ranks.ratio
-    believed, declared = process.tables.rank_cost[PAIR, 0], groups.declared_rank_cost[PAIR, 0]
+    believed, declared = process.tables.rank_cost[PAIR, 0], groups.model.declared_rank_cost[PAIR, 0]
     assert believed[:, ST.RC_DECODE_KV_S] == pytest.approx(declared[:, ST.RC_DECODE_KV_S] * ratio[PAIR, :, 0])
     assert believed[:, ST.RC_MLP_WEIGHT_S] == pytest.approx(declared[:, ST.RC_MLP_WEIGHT_S] * ratio[PAIR, :, 1])
     assert (np.abs(np.log(ratio[PAIR])) > 0.01).all()

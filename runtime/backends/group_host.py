@@ -1,0 +1,197 @@
+"""The process that runs one TP group's engine: `python -m runtime.backends.group_host`, started by `torch_tp`.
+
+Batching, sampling and detokenising happen here, so that they never hold the gateway's event loop. Ends with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from runtime.backends import group_messages as M
+from runtime.backends.interface import GroupReport, RankTimes
+from runtime.calls import Piece
+from runtime.frames import FrameCutter, frame
+from runtime.torch_tp.engine import Engine, EngineSettings
+from runtime.torch_tp.parent_death import die_with_parent
+from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent
+from runtime.torch_tp.supervisor import RankSettings
+
+logger = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 16
+
+
+class GroupHost:
+    """Carries out what the gateway process says over one connection."""
+
+    def __init__(self, engine: Engine, settings: M.HostSettings, writer: asyncio.StreamWriter) -> None:
+        self._engine, self._settings, self._writer = engine, settings, writer
+        self._answers: dict[int, asyncio.Task[None]] = {}
+        self._probes = 0
+        self._reported_step = -1
+        self._last_steps, self._last_step_s = 0, 0.0
+
+    async def serve(self, reader: asyncio.StreamReader, cutter: FrameCutter) -> None:
+        reporting = asyncio.create_task(self._report_for_ever())
+        try:
+            while data := await reader.read(1 << 16):
+                for message in cutter.feed(data):
+                    if message[0] == M.STOP:
+                        return
+                    self._carry_out(message)
+        finally:
+            reporting.cancel()
+            for task in self._answers.values():
+                task.cancel()
+
+    def _carry_out(self, message: list[Any]) -> None:
+        kind = message[0]
+        if kind == M.SUBMIT:
+            task = asyncio.create_task(self._answer(message))
+            self._answers[message[1]] = task
+            task.add_done_callback(lambda done, number=message[1]: self._answers.pop(number, None))
+        elif kind == M.CANCEL:
+            if (task := self._answers.get(message[1])) is not None:
+                task.cancel()
+        elif kind == M.PROBE:
+            task = asyncio.create_task(self._probe(message[1]))
+            self._answers[-1 - message[1]] = task
+            task.add_done_callback(lambda done, number=message[1]: self._answers.pop(-1 - number, None))
+        elif kind == M.STRIKE:  # drills: a signal to one rank
+            self._engine.signal_rank(message[1], signal.Signals(message[2]))
+
+    def _say(self, message: list[Any]) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(frame(message))
+
+    async def _answer(self, message: list[Any]) -> None:
+        """Hand on the pieces of one answer; cancelled, the engine's work ends with it."""
+        number = message[1]
+        try:
+            stream = self._engine.submit(M.request_of(message))
+            async for event in stream:
+                if event.finish_reason in ("error", "moved", "deadline", "cancelled"):
+                    self._say([M.ENDED, number, "fault", event.detail or event.finish_reason])
+                    return
+                self._say(M.piece_to_wire(number, piece_of_event(event)))
+        except Refused as refused:
+            self._say([M.ENDED, number, refused.reason, str(refused)])
+        except ValueError as error:
+            self._say([M.ENDED, number, "invalid", str(error)])
+        except TimeoutError as error:
+            self._say([M.ENDED, number, "fault", str(error)])
+
+    async def _probe(self, number: int) -> None:
+        """One token, made for nobody (K22)."""
+        self._probes += 1
+        is_made = False
+        try:
+            request = GenerationRequest(f"probe-{self._probes}", (1,), 1, priority=1, ignore_eos=True)
+            async for event in self._engine.submit(request):
+                is_made = event.token is not None
+        except (Refused, ValueError, TimeoutError) as error:
+            logger.info("probe failed reason=%s", error)
+        self._say([M.PROBED, number, is_made])
+
+    async def _report_for_ever(self) -> None:
+        while True:
+            self._say(M.report_to_wire(self._report()))
+            await asyncio.sleep(self._settings.report_period_s)
+
+    def _report(self) -> GroupReport:
+        load, measured = self._engine.load(), self._engine.measured()
+        steps, step_s = measured.passes - self._last_steps, measured.step_s - self._last_step_s
+        self._last_steps, self._last_step_s = measured.passes, measured.step_s
+        total = self._settings.kv_tokens_max // BLOCK_TOKENS
+        used = -(-load.kv_tokens_running // BLOCK_TOKENS)
+        return GroupReport(
+            at_s=time.monotonic(),
+            running=load.running,
+            waiting=load.waiting,
+            kv_blocks_free=max(0, total - used),
+            kv_blocks_total=total,
+            step_s=step_s / steps if steps > 0 and load.running else 0.0,
+            rank_times=self._rank_times(),
+        )
+
+    def _rank_times(self) -> RankTimes | None:
+        """Of the last step, if it has not been told and is of a kind that the model predicts: one pass, or decoding alone."""
+        last = self._engine.last_step
+        if last is None or last[0].step == self._reported_step or not last[0].slices or not last[2]:
+            return None
+        command, result, done = last
+        lengths = [len(part.tokens) for part in command.slices]
+        if result.passes > 1 and max(lengths) > 1:
+            return None
+        self._reported_step = command.step
+        kv = sum(part.start + 1 + result.passes // 2 for part in command.slices if len(part.tokens) == 1)
+        pairs = 0.5 * sum(length * length for length in lengths if length > 1)
+        ranks = range(len(self._settings.ranks))
+        times = [[done[rank].busy_s[k] / result.passes if rank in done else 0.0 for rank in ranks] for k in (0, 1)]
+        return RankTimes(sum(lengths), pairs, kv, tuple(times[0]), tuple(times[1]))
+
+
+def piece_of_event(event: TokenEvent) -> Piece:
+    report = event.report
+    ends = (None, None) if report is None else (report.prompt_tokens, report.output_tokens)
+    return Piece(event.index, event.token, event.text, event.logprobs, event.finish_reason, *ends)
+
+
+async def run(descriptor: int) -> int:
+    connection = socket.socket(fileno=descriptor)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    cutter = FrameCutter()
+    messages: list[list[Any]] = []
+    while not messages:
+        data = await reader.read(1 << 16)
+        if not data:
+            return 0
+        messages = list(cutter.feed(data))
+    fields = dict(messages[0][1])
+    settings = M.HostSettings(**{**fields, "ranks": tuple(fields["ranks"])})
+    try:
+        engine = await asyncio.to_thread(start_engine, settings)
+    except Exception as error:  # whatever it was, the gateway must know why this group does not stand
+        writer.write(frame([M.FAILED, f"{type(error).__name__}: {error}"]))
+        await writer.drain()
+        return 1
+    try:
+        config = engine.config
+        writer.write(frame([M.UP, {"context_tokens": config.context_tokens, "vocabulary": config.vocabulary, "pid": os.getpid()}]))
+        await GroupHost(engine, settings, writer).serve(reader, cutter)
+    finally:
+        await asyncio.to_thread(engine.close)
+    return 0
+
+
+def start_engine(settings: M.HostSettings) -> Engine:
+    chosen = EngineSettings(
+        kv_tokens_max=settings.kv_tokens_max,
+        slots_max=settings.slots_max,
+        dtype=settings.dtype,
+        communicator=settings.communicator,
+        batcher={"queue_limit": settings.queue_limit},
+        supervisor=settings.supervisor,
+    )
+    return Engine.start(settings.model, [RankSettings(**rank) for rank in settings.ranks], chosen)
+
+
+def main(arguments: list[str]) -> int:
+    die_with_parent(int(arguments[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which stops its groups itself
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    with contextlib.suppress(KeyboardInterrupt):
+        return asyncio.run(run(int(arguments[0])))
+    return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

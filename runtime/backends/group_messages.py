@@ -1,0 +1,77 @@
+"""What the gateway process and a group host say to one another: lists, the first entry says what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from runtime.backends.interface import NOTHING, Begun, CallProgress, GroupReport, RankTimes
+from runtime.calls import Call, Piece
+from runtime.torch_tp.requests import GenerationRequest, SamplingSettings, TokenLogprobs
+
+START, SUBMIT, CANCEL, PROBE, STRIKE, STOP = "start", "submit", "cancel", "probe", "strike", "stop"
+UP, FAILED, PIECE, ENDED, REPORT, PROBED = "up", "failed", "piece", "ended", "report", "probed"
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """What a group host starts. ranks: fields of RankSettings each. kv_tokens_max, slots_max, queue_limit, context_tokens: bounds."""
+
+    model: str
+    ranks: tuple[dict[str, Any], ...]
+    kv_tokens_max: int
+    slots_max: int
+    queue_limit: int
+    dtype: str = "float32"
+    communicator: str = "auto"
+    report_period_s: float = 0.1
+    supervisor: dict[str, Any] | None = None
+
+    def to_wire(self) -> list[Any]:
+        return [START, asdict(self)]
+
+
+def submit(number: int, call: Call, begun: Begun = NOTHING) -> list[Any]:
+    """Only what the engine needs: ids, limits, sampling. The seed is named, so that every group draws alike."""
+    request = GenerationRequest(call.call_id, call.prompt_ids, call.max_tokens, call.sampling)
+    sampling = {**asdict(call.sampling), "seed": request.seed}
+    return [
+        SUBMIT, number, call.call_id, list(call.prompt_ids), call.max_tokens, sampling, list(call.stop_strings), list(call.stop_ids),
+        call.logprobs, call.class_index, call.priority, call.ignore_eos, call.min_tokens, list(begun.tokens),
+    ]  # fmt: skip
+
+
+def request_of(message: Sequence[Any]) -> GenerationRequest:
+    """Raises: ValueError for a request that could not be."""
+    (_, _, call_id, prompt, max_tokens, sampling, stop_strings, stop_ids, logprobs, class_index, priority, ignore_eos, min_tokens,
+     answer) = message  # fmt: skip
+    return GenerationRequest(
+        call_id, tuple(prompt), max_tokens, SamplingSettings(**sampling), priority, class_index, tuple(stop_ids), tuple(stop_strings),
+        logprobs, None, ignore_eos, min(min_tokens, max_tokens), tuple(answer),
+    )  # fmt: skip
+
+
+def piece_to_wire(number: int, piece: Piece) -> list[Any]:
+    logprobs = None if piece.logprobs is None else [piece.logprobs.chosen, [list(pair) for pair in piece.logprobs.top]]
+    return [PIECE, number, piece.index, piece.token, piece.text, logprobs, piece.finish_reason, piece.prompt_tokens, piece.output_tokens]
+
+
+def piece_of(message: Sequence[Any]) -> Piece:
+    _, _, index, token, text, logprobs, reason, prompt_tokens, output_tokens = message
+    found = None if logprobs is None else TokenLogprobs(logprobs[0], tuple((int(t), float(p)) for t, p in logprobs[1]))
+    return Piece(index, token, text, found, reason, prompt_tokens, output_tokens)
+
+
+def report_to_wire(report: GroupReport) -> list[Any]:
+    return [REPORT, asdict(report)]
+
+
+def report_of(message: Sequence[Any]) -> GroupReport:
+    fields = dict(message[1])
+    if fields["rank_times"] is not None:
+        times = fields["rank_times"]
+        fields["rank_times"] = RankTimes(**{**times, "attention_s": tuple(times["attention_s"]), "mlp_s": tuple(times["mlp_s"])})
+    if fields["progress"] is not None:
+        fields["progress"] = tuple(CallProgress(**item) for item in fields["progress"])
+    return GroupReport(**fields)

@@ -1,0 +1,126 @@
+"""What the service asks of a group, whatever serves it: take a call, make its pieces, report, be stopped.
+
+A backend keeps no promise of its own about retries, deadlines or who gets what: that is the dispatcher's. What it says of itself is
+taken for a report with an age; what the dispatcher has in flight it knows better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from runtime.calls import Call, Piece
+
+
+class BackendError(RuntimeError):
+    """An attempt that did not come to its end; the subclass says whose fault that is."""
+
+
+class BackendFault(BackendError):
+    """The group's fault: lost connection, 5xx, a cut or garbled stream. Counts against it, and the call may go on elsewhere."""
+
+
+class BackendBusy(BackendError):
+    """The group says "not now" (429, 503 with Retry-After, a full queue): neutral, and honoured by a pause."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class BadCall(BackendError):
+    """The caller's own mistake (4xx): no other group would do better, and no breaker moves (K24)."""
+
+    def __init__(self, message: str, status: int = 400, reason: str = "invalid") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What of an answer its caller has already, from another attempt. tokens: empty where nobody told ids. pieces: how many came."""
+
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    pieces: int = 0
+
+
+NOTHING = Begun()
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """One step as its ranks measured it: tokens computed, query-key pairs of prompt tokens, KV tokens read, and seconds per rank."""
+
+    tokens: int
+    pairs: float
+    kv_tokens: int
+    attention_s: tuple[float, ...]
+    mlp_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallProgress:
+    """How far a call is in its group. prefill_left: prompt tokens (and lost ones) still to be computed."""
+
+    call_id: str
+    generated: int
+    prefill_left: int
+    is_admitted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """What a group says of itself; None where its kind cannot tell.
+
+    at_s: when, on this process's monotonic clock. running, waiting: requests inside, whoever sent them. step_s: the step under way (or
+    the last), step_left_s: what is left of it. correction: observed / predicted step time. progress: of the calls inside, admitted ones
+    in order of admission, then waiting ones in queue order. kv_used_fraction: where blocks are not told.
+    """
+
+    at_s: float
+    running: int
+    waiting: int
+    kv_blocks_free: int | None = None
+    kv_blocks_total: int | None = None
+    kv_used_fraction: float | None = None
+    step_s: float = 0.0
+    step_left_s: float = 0.0
+    correction: float | None = None
+    pause_left_s: float = 0.0
+    rank_times: RankTimes | None = None
+    progress: tuple[CallProgress, ...] | None = None
+
+
+class Backend(Protocol):
+    """One group. All methods belong to the event loop and none of them blocks it."""
+
+    name: str
+    group_index: int
+    is_emulation: bool
+    keeps_prefixes: bool  # whether a prompt whose beginning it has computed before costs it less, as far as we can tell
+
+    async def start(self) -> None:
+        """Until it can serve. Raises: BackendFault."""
+
+    async def close(self) -> None:
+        """Nothing is left behind; open calls end with BackendFault. May be called twice."""
+
+    def submit(self, call: Call, begun: Begun = NOTHING) -> AsyncIterator[Piece]:
+        """The pieces of the answer after `begun`, the last one with a finish reason. Closing the iterator (or cancelling whoever waits in
+        it) ends the work at once and frees its KV. Raises, while iterated: BackendFault, BackendBusy, BadCall."""
+
+    def continues(self, call: Call, begun: Begun) -> bool:
+        """Whether `submit(call, begun)` would go on exactly as the answer would have gone on where it began."""
+
+    def report(self) -> GroupReport | None:
+        """The latest; None if never."""
+
+    @property
+    def is_alive(self) -> bool:
+        """False when the process is known to be gone; True says nothing about whether tokens come."""
+
+    async def probe(self) -> bool:
+        """Whether a token can really be made now (K22); no longer than a few seconds."""

@@ -1,0 +1,213 @@
+"""A group of our own ranks: the tensor-parallel engine in a process of its own, one per group (`group_host`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from runtime.backends import group_messages as M
+from runtime.backends.interface import NOTHING, BackendBusy, BackendError, BackendFault, BadCall, Begun, GroupReport
+from runtime.calls import Call, Piece
+from runtime.frames import FrameCutter, frame
+
+logger = logging.getLogger(__name__)
+
+START_DEADLINE_S = 120.0
+PROBE_DEADLINE_S = 3.0
+STOP_DEADLINE_S = 10.0
+SILENT_S = 5.0  # a host that has not reported for fifty periods is stopped or stuck: it is started anew
+CALLERS_FAULT = ("too_long", "invalid", "duplicate")
+
+
+class _Asked:
+    """One attempt inside: what came of it, and a bell."""
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[Piece | BackendError] = asyncio.Queue()  # at most one per token
+
+
+class TorchTpBackend(asyncio.Protocol):
+    """Implements `Backend` over a group host."""
+
+    keeps_prefixes = True
+
+    def __init__(self, name: str, group_index: int, settings: M.HostSettings) -> None:
+        self.name, self.group_index, self._settings = name, group_index, settings
+        self.is_emulation = any(rank.get("slow_factor", 1.0) > 1.0 for rank in settings.ranks)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._cutter = FrameCutter()
+        self._up: asyncio.Future[dict[str, Any]] | None = None
+        self._asked: dict[int, _Asked] = {}
+        self._probes: dict[int, asyncio.Future[bool]] = {}
+        self._number = 0
+        self._report: GroupReport | None = None
+        self._heard_s = 0.0  # when its process last said anything
+
+    # --- Backend ------------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await self._end_process(deadline_s=0.0)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._cutter, self._report = FrameCutter(), None
+        command = [sys.executable, "-m", "runtime.backends.group_host", str(theirs.fileno()), str(os.getpid())]
+        try:
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        finally:
+            theirs.close()
+        loop = asyncio.get_running_loop()
+        self._up = loop.create_future()
+        self._transport, _ = await loop.create_connection(lambda: self, sock=ours)
+        self._say(self._settings.to_wire())
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                await asyncio.shield(self._up)
+        except TimeoutError:
+            await self._end_process(deadline_s=0.0)
+            raise BackendFault(f"{self.name}: not up within {START_DEADLINE_S:g} s") from None
+        except BackendFault:
+            await self._end_process(deadline_s=0.0)
+            raise
+
+    async def close(self) -> None:
+        if self._transport is not None:
+            self._say([M.STOP])
+        await self._end_process(deadline_s=STOP_DEADLINE_S)
+
+    @property
+    def is_alive(self) -> bool:
+        """Its process is there and speaks: liveness is progress, and a host that is frozen makes none."""
+        is_up = self._up is not None and self._up.done() and not self._up.cancelled() and self._up.exception() is None
+        has_process = self._transport is not None and self._process is not None and self._process.poll() is None
+        return is_up and has_process and time.monotonic() - self._heard_s < SILENT_S
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def strike(self, rank: int, number: signal.Signals) -> None:
+        """For drills: a signal to one rank's process."""
+        self._say([M.STRIKE, rank, int(number)])
+
+    def continues(self, call: Call, begun: Begun) -> bool:
+        return len(begun.tokens) == begun.pieces
+
+    def report(self) -> GroupReport | None:
+        return self._report
+
+    async def probe(self) -> bool:
+        if not self.is_alive:
+            return False
+        self._number += 1
+        number = self._number
+        self._probes[number] = future = asyncio.get_running_loop().create_future()
+        self._say([M.PROBE, number])
+        try:
+            async with asyncio.timeout(PROBE_DEADLINE_S):
+                return await future
+        except TimeoutError:
+            return False
+        finally:
+            self._probes.pop(number, None)
+
+    async def submit(self, call: Call, begun: Begun = NOTHING) -> AsyncIterator[Piece]:
+        if not self.is_alive:
+            raise BackendFault(f"{self.name}: its process is gone")
+        if not call.prompt_ids:
+            raise BadCall("this group wants token ids", reason="unsupported")
+        self._number += 1
+        number, asked, is_over = self._number, _Asked(), False
+        self._asked[number] = asked
+        self._say(M.submit(number, call, begun))
+        try:
+            while True:
+                item = await asked.items.get()
+                is_over = isinstance(item, BackendError) or item.finish_reason is not None
+                if isinstance(item, BackendError):
+                    raise item
+                yield item
+                if is_over:
+                    return
+        finally:
+            self._asked.pop(number, None)
+            if not is_over:
+                self._say([M.CANCEL, number])
+
+    # --- asyncio.Protocol ---------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_s = time.monotonic()
+        try:
+            for message in self._cutter.feed(data):
+                self._on_message(message)
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            logger.error("group host speaks nonsense group=%s reason=%s", self.name, error)
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        lost = BackendFault(f"{self.name}: the connection to its process was lost")
+        if self._up is not None and not self._up.done():
+            self._up.set_exception(lost)
+        for asked in self._asked.values():
+            asked.items.put_nowait(lost)
+        for future in self._probes.values():
+            if not future.done():
+                future.set_result(False)
+
+    # ------------------------------------------------------------------------------------------------------------------------
+
+    def _on_message(self, message: list[Any]) -> None:
+        kind = message[0]
+        if kind == M.PIECE:
+            if (asked := self._asked.get(message[1])) is not None:
+                asked.items.put_nowait(M.piece_of(message))
+        elif kind == M.ENDED:
+            if (asked := self._asked.get(message[1])) is not None:
+                asked.items.put_nowait(self._error_of(message[2], message[3]))
+        elif kind == M.REPORT:
+            self._report = M.report_of(message)
+        elif kind == M.PROBED:
+            future = self._probes.get(message[1])
+            if future is not None and not future.done():
+                future.set_result(bool(message[2]))
+        elif kind in (M.UP, M.FAILED) and self._up is not None and not self._up.done():
+            if kind == M.UP:
+                self._up.set_result(message[1])
+            else:
+                self._up.set_exception(BackendFault(f"{self.name}: {message[1]}"))
+
+    def _error_of(self, reason: str, text: str) -> BackendError:
+        if reason in CALLERS_FAULT:
+            return BadCall(text, reason="too_long" if reason == "too_long" else "invalid")
+        return BackendBusy(text) if reason == "queue_full" else BackendFault(f"{self.name}: {text}")
+
+    def _say(self, message: list[Any]) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(message))
+
+    async def _end_process(self, deadline_s: float) -> None:
+        """Let it leave by itself for `deadline_s`, then kill it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        end_s = asyncio.get_running_loop().time() + deadline_s
+        while process.poll() is None and asyncio.get_running_loop().time() < end_s:
+            await asyncio.sleep(0.02)
+        if process.poll() is None:
+            process.kill()
+            while process.poll() is None:
+                await asyncio.sleep(0.01)
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None

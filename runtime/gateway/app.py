@@ -1,0 +1,119 @@
+"""The gateway as a Starlette application: `make_app(dispatcher, settings)`. Loads no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from types import MappingProxyType
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from runtime.gateway.api_keys import ApiKeys
+from runtime.gateway.call_making import CallMaker, RequestIds
+from runtime.gateway.errors import ApiError, internal_error
+from runtime.gateway.generation import Generation, GenerationEndpoint
+from runtime.gateway.interface import Dispatcher
+from runtime.gateway.metrics import Metrics
+from runtime.gateway.probes import Probes, error_response
+from runtime.gateway.prompt_text import PromptTexts, TextCodec
+from runtime.gateway.settings import GatewaySettings
+from runtime.torch_tp.tokenizer import load_tokenizer
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("ballast")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class GatewayApp(Starlette):
+    """Starlette, with a straight way to the endpoints that make text: they tell all their errors themselves, and what its layers add to
+    every event of a stream would cost more than the event."""
+
+    straight: Mapping[str, GenerationEndpoint] = MappingProxyType({})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self.straight.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (super().__call__(scope, receive, send) if endpoint is None else endpoint(scope, receive, send))
+
+
+def make_app(
+    dispatcher: Dispatcher,
+    settings: GatewaySettings | None = None,
+    *,
+    load_text: Callable[[str], TextCodec] = load_tokenizer,
+) -> GatewayApp:
+    """The application over a dispatcher that runs already, or that its caller starts. `app.state`: `generation` (set `is_draining` to
+    take nothing in any more), `metrics` (its `registry` takes further collectors).
+
+    The tokenizers of all models are loaded before the first request is taken.
+    """
+    chosen = settings or GatewaySettings()
+    metrics = Metrics(version(), dispatcher.models, dispatcher.status, has_old_names=chosen.has_old_metric_names)
+    texts = PromptTexts(load_text, chosen.tokeniser_threads)
+    maker = CallMaker(chosen, dispatcher.models, texts)
+    shared = Generation(dispatcher, chosen, ApiKeys(chosen.api_keys), maker, RequestIds(), metrics)
+    probes = Probes(shared, version())
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        for model in dispatcher.models().values():
+            if not model.is_foreign:
+                await texts.of(model)
+        try:
+            yield
+        finally:
+            texts.close()
+
+    async def told(request: Request, error: Exception) -> Response:
+        """Errors of all but the two endpoints that make text, which tell their own."""
+        if isinstance(error, HTTPException):
+            error = _of_http(request, error)
+        assert isinstance(error, ApiError)
+        metrics.count_refusal(error.reason)
+        metrics.count_request("other", error.status)
+        return error_response(error, chosen.retry_after_s)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return await told(request, internal_error())
+
+    straight = {
+        "/v1/chat/completions": GenerationEndpoint("chat", shared),
+        "/v1/completions": GenerationEndpoint("completion", shared),
+    }
+    app = GatewayApp(
+        routes=[
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in straight.items()),
+            Route("/v1/models", probes.models, methods=["GET"]),
+            Route("/v1/models/{model_id:path}", probes.model, methods=["GET"]),  # ids have slashes
+            Route("/livez", probes.livez, methods=["GET"]),
+            Route("/ready", probes.ready, methods=["GET"]),
+            Route("/readyz", probes.ready, methods=["GET"]),
+            Route("/health", probes.ready, methods=["GET"]),
+            Route("/metrics", probes.metrics, methods=["GET"]),
+            Route("/version", probes.version, methods=["GET"]),
+            Route("/openapi.json", probes.openapi, methods=["GET"]),
+        ],
+        exception_handlers={ApiError: told, HTTPException: told, Exception: failed},
+        lifespan=lifespan,
+    )
+    app.straight = straight
+    app.router.redirect_slashes = False
+    app.state.generation, app.state.metrics = shared, metrics
+    return app
+
+
+def _of_http(request: Request, error: HTTPException) -> ApiError:
+    """Starlette's own errors in the API's shape: unknown paths and methods."""
+    headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in (error.headers or {}).items()]
+    if error.status_code == 404:
+        message = f"Invalid URL ({request.method} {request.url.path[:200]})"
+        return ApiError(404, message, code="unknown_url", reason="not_found", headers=headers)
+    return ApiError(error.status_code, error.detail, reason="not_found" if error.status_code == 405 else "invalid", headers=headers)

@@ -1,0 +1,325 @@
+"""POST /v1/chat/completions and /v1/completions: from a request's bytes to its answer's, and an end to the work when its caller is gone.
+
+These endpoints speak ASGI themselves: what a framework's request and streaming response add costs more than all that is done here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from typing import Any
+
+from runtime.calls import Piece, Refusal
+from runtime.gateway.answers import Answer, deadline_passed, error_events
+from runtime.gateway.api_keys import ApiKeys
+from runtime.gateway.call_making import Asked, CallMaker, Received, RequestIds
+from runtime.gateway.errors import JSON_TYPE, ApiError, from_refusal, internal_error
+from runtime.gateway.interface import Dispatcher
+from runtime.gateway.merging import merged
+from runtime.gateway.metrics import Metrics
+from runtime.gateway.request_headers import RequestHeaders
+from runtime.gateway.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+LAST_WORDS_S = 5.0
+"""How long a caller that does not read may hold up the event that says its deadline passed."""
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class Gone(Exception):
+    """The caller left; nobody is there to be told anything."""
+
+
+class Watch:
+    """Looks out, while a task works, for its caller's leaving and for the deadline: either cancels the task."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._task = asyncio.current_task()
+        self._watcher = asyncio.ensure_future(self._look_out())
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
+        self.has_left = False
+        self.is_late = False
+
+    def set_deadline(self, in_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(max(in_s, 0.0), self._expire)
+
+    def stop(self) -> None:
+        """From here on nothing is cancelled any more."""
+        self._is_over = True
+        self._watcher.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def take_back(self) -> None:
+        """The task's cancellation was this watch's, and is dealt with."""
+        assert self._task is not None
+        self._task.uncancel()
+
+    async def _look_out(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.has_left = self._cancel()
+
+    def _expire(self) -> None:
+        self.is_late = self._cancel()
+
+    def _cancel(self) -> bool:
+        """Only the first reason counts."""
+        if self._is_over or self.has_left or self.is_late or self._task is None:
+            return False
+        return self._task.cancel()
+
+
+class Generation:
+    """What both endpoints share: who may come in, how many at once, and what is told them."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, settings: GatewaySettings, keys: ApiKeys, maker: CallMaker, ids: RequestIds, metrics: Metrics
+    ) -> None:
+        self.dispatcher, self.settings, self.keys, self.maker, self.ids, self.metrics = dispatcher, settings, keys, maker, ids, metrics
+        self.is_draining = False
+
+    def admit(self, headers: RequestHeaders) -> None:
+        """Raises: ApiError for a stranger, a body that says it is too large, or when no more are taken in."""
+        self.keys.check(headers.authorization)
+        length = headers.content_length
+        if length is not None and length > self.settings.body_bytes_max:
+            raise self.too_large()
+        if self.is_draining:
+            raise ApiError(503, "The service is shutting down.", code="draining", reason="draining")
+        if self.metrics.in_flight > self.settings.requests_max:
+            raise ApiError(429, f"{self.settings.requests_max} requests are being served already.", code="queue_full", reason="queue_full")
+
+    def too_large(self) -> ApiError:
+        # the rest of the body is not read: the connection ends with the answer
+        return ApiError(
+            413, f"The body of a request may have {self.settings.body_bytes_max} bytes.", code="request_too_large", reason="too_large",
+            headers=[(b"connection", b"close")],
+        )  # fmt: skip
+
+
+class GenerationEndpoint:
+    """One of the two, as an ASGI application."""
+
+    def __init__(self, kind: str, shared: Generation) -> None:
+        self._kind, self._shared = kind, shared
+        self._make = shared.maker.chat if kind == "chat" else shared.maker.completion
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        metrics = self._shared.metrics
+        metrics.in_flight += 1
+        exchange = Exchange(self._kind, self._shared, scope, receive, send)
+        try:
+            await exchange.run(self._make)
+        finally:
+            metrics.in_flight -= 1
+            metrics.body_bytes_in_flight -= exchange.body_bytes
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(self, kind: str, shared: Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        self._kind, self._shared, self._receive, self._send = kind, shared, receive, send
+        self._headers = RequestHeaders.of(scope["headers"])
+        self._own_id = shared.ids.next()
+        self._id_header = (b"x-request-id", (self._headers.request_id or self._own_id).encode())
+        self._arrival_s = time.monotonic()
+        self._has_text = False
+        self._has_started = False
+        self._answer: Answer | None = None
+        self.body_bytes = 0
+
+    async def run(self, make: Callable[[Received], Awaitable[Asked]]) -> None:
+        """To the end, whatever it is; raises only what cancels the server's own tasks."""
+        watch: Watch | None = None
+        error: ApiError | None = None
+        try:
+            self._shared.admit(self._headers)
+            data = await self._read_body()
+            watch = Watch(self._receive)
+            asked = await make(Received(data, self._headers, self._own_id, self._arrival_s))
+            del data  # it is not kept while the answer is made
+            self._shared.metrics.prompt_making.add(time.monotonic() - self._arrival_s)
+            watch.set_deadline(asked.calls[0].deadline_s - time.monotonic() + self._shared.settings.deadline_grace_s)
+            await self._serve(asked, watch)
+        except Gone:
+            self._count_departure()
+        except asyncio.CancelledError:
+            if watch is None or not (watch.has_left or watch.is_late):
+                raise
+            watch.take_back()
+            if watch.has_left:
+                self._count_departure()
+            else:
+                error = deadline_passed()
+        except ApiError as told:
+            error = told
+        except Refusal as refusal:
+            error = from_refusal(refusal)
+        except Exception:
+            logger.exception("request failed request_id=%s", self._own_id)
+            error = internal_error()
+        finally:
+            if watch is not None:
+                watch.stop()
+        if error is not None:
+            # a caller that reads nothing must not hold this up for ever
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await self._tell(error)
+
+    async def _read_body(self) -> bytes:
+        """Raises: ApiError 413 for too many bytes, 429 when all together are too many, 408 when they do not come."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise Gone
+        data: bytes = message.get("body", b"")
+        self._reserve(len(data))
+        if not message.get("more_body"):
+            return data
+        parts = [data]
+        try:
+            async with asyncio.timeout(self._shared.settings.body_wait_s):
+                while message.get("more_body"):
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise Gone
+                    parts.append(message.get("body", b""))
+                    self._reserve(len(parts[-1]))
+        except TimeoutError:
+            raise ApiError(
+                408, f"The body did not come within {self._shared.settings.body_wait_s:g} s.", code="body_timeout", reason="too_slow",
+                headers=[(b"connection", b"close")],
+            ) from None  # fmt: skip
+        return b"".join(parts)
+
+    def _reserve(self, more_bytes: int) -> None:
+        metrics, settings = self._shared.metrics, self._shared.settings
+        self.body_bytes += more_bytes
+        metrics.body_bytes_in_flight += more_bytes
+        if self.body_bytes > settings.body_bytes_max:
+            raise self._shared.too_large()
+        if metrics.body_bytes_in_flight > settings.body_bytes_in_flight_max:
+            raise ApiError(
+                429, "The bodies of all requests together are too large just now.", code="queue_full", reason="queue_full",
+                headers=[(b"connection", b"close")],
+            )  # fmt: skip
+
+    async def _serve(self, asked: Asked, watch: Watch) -> None:
+        answer = self._answer = Answer(asked)
+        self._gaps = self._shared.metrics.of_model(asked.model).gap[asked.calls[0].class_index]
+        pieces = merged(asked.calls, self._shared.dispatcher.run)
+        try:
+            if asked.is_stream:
+                await self._stream(answer, pieces, watch)
+            else:
+                await self._collect(answer, pieces, watch)
+        finally:
+            await pieces.aclose()
+
+    async def _collect(self, answer: Answer, pieces: AsyncGenerator[tuple[int, Piece], None], watch: Watch) -> None:
+        async for place, piece in pieces:
+            if answer.choices[place].finish_reason is None:  # a backend's afterthought is not shown
+                self._take(answer, place, piece, is_kept=True)
+        self._check_whole(answer)
+        body = answer.json()
+        watch.stop()
+        self._count_answer(answer)
+        await self._start(200, [JSON_TYPE, (b"content-length", b"%d" % len(body))])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, answer: Answer, pieces: AsyncGenerator[tuple[int, Piece], None], watch: Watch) -> None:
+        """The status waits for the first piece: until then a refusal is an answer of its own."""
+        pending = b""
+        open_choices = len(answer.choices)
+        async for place, piece in pieces:
+            if answer.choices[place].finish_reason is not None:  # a backend's afterthought is not shown
+                continue
+            self._take(answer, place, piece, is_kept=False)
+            if piece.finish_reason is not None:
+                open_choices -= 1
+            pending += answer.events(place, piece)
+            if not self._has_started:
+                await self._start(200, STREAM_HEADERS)
+            if pending and open_choices:  # the last piece goes out together with what ends the stream
+                data, pending = pending, b""
+                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._check_whole(answer)
+        watch.stop()
+        self._count_answer(answer)
+        await self._send({"type": "http.response.body", "body": pending + answer.last_events()})
+
+    def _take(self, answer: Answer, place: int, piece: Piece, is_kept: bool) -> None:
+        choice = answer.choices[place]
+        choice.take(piece, is_kept)
+        if piece.token is None and not piece.text:
+            return
+        now_s = time.monotonic()
+        if choice.last_token_s is not None:
+            self._gaps.add(now_s - choice.last_token_s)
+        choice.last_token_s = now_s
+        if not self._has_text and (piece.text or piece.logprobs is not None):
+            self._has_text = True
+            asked = answer.asked
+            self._shared.metrics.of_model(asked.model).ttft[asked.calls[0].class_index].add(now_s - self._arrival_s)
+
+    def _check_whole(self, answer: Answer) -> None:
+        """Raises: ApiError when an answer just stopped: never passed off as whole."""
+        if any(choice.finish_reason is None for choice in answer.choices):
+            raise ApiError(502, "The answer ended without its last token.", code="answer_ended_early", reason="answer_ended_early")
+
+    async def _start(self, status: int, headers: Any) -> None:
+        self._has_started = True
+        self._shared.metrics.count_request(self._kind, status)
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, self._id_header]})
+
+    async def _tell(self, error: ApiError) -> None:
+        metrics = self._shared.metrics
+        metrics.count_refusal(error.reason)
+        self._count_end("error")
+        if self._has_started:
+            metrics.broken_streams += 1
+            await self._send({"type": "http.response.body", "body": error_events(error)})
+            return
+        body = error.json()
+        headers = [*error.headers(self._shared.settings.retry_after_s), (b"content-length", b"%d" % len(body))]
+        await self._start(error.status, headers)
+        await self._send({"type": "http.response.body", "body": body})
+
+    def _count_departure(self) -> None:
+        self._shared.metrics.departures += 1
+        self._count_end("abort")
+
+    def _count_end(self, how: str) -> None:
+        """An answer that was begun and is not whole."""
+        if self._answer is not None:
+            counts = self._shared.metrics.of_model(self._answer.asked.model)
+            counts.finished[how] += 1
+            counts.output_tokens += sum(choice.tokens_made for choice in self._answer.choices)
+
+    def _count_answer(self, answer: Answer) -> None:
+        counts = self._shared.metrics.of_model(answer.asked.model)
+        usage = answer.usage()
+        counts.prompt_tokens += usage["prompt_tokens"]
+        counts.output_tokens += usage["completion_tokens"]
+        counts.prompt_spread.add(usage["prompt_tokens"])
+        counts.output_spread.add(usage["completion_tokens"])
+        for choice in answer.choices:
+            counts.finished["length" if choice.finish_reason == "length" else "stop"] += 1
+        counts.e2e[answer.asked.calls[0].class_index].add(time.monotonic() - self._arrival_s)
+        self._answer = None  # counted

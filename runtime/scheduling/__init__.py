@@ -1,0 +1,1 @@
+"""Which group serves which call: telemetry, the decision with its retreats, the dispatcher."""

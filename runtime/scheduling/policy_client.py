@@ -1,0 +1,174 @@
+"""The gateway's end of the policy process: starts it, asks it, starts it again when it is stuck or gone. Never waits for it itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from runtime.frames import FrameCutter, frame
+from runtime.scheduling import policy_messages as M
+from runtime.scheduling.policy_process import wanted_of
+
+logger = logging.getLogger(__name__)
+
+UNANSWERED_MAX = 64
+STUCK_S = 2.0
+RESTART_S, RESTART_MAX_S = 0.5, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyAnswer:
+    """index: the choice, -1 where there is none. outside: inputs outside the range seen in training. took_s: from asking."""
+
+    index: int
+    outside: int
+    error: str
+    took_s: float
+
+
+class PolicyClient(asyncio.Protocol):
+    """One policy process. `state` is "starting", "ready", "refused" (the bundle cannot be used, `detail` says why) or "gone"."""
+
+    def __init__(
+        self, bundle: str, candidates: int, command: Sequence[str] | None = None, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """command: another program that speaks the same, for tests; gets descriptor, parent's id and bundle as arguments."""
+        self._bundle, self._candidates, self._now_s = bundle, candidates, now_s
+        self._command = list(command or (sys.executable, "-m", "runtime.scheduling.policy_process"))
+        self.state, self.detail = "gone", ""
+        self.restarts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._cutter = FrameCutter()
+        self._asked: dict[int, tuple[float, asyncio.Future[PolicyAnswer]]] = {}
+        self._number = 0
+        self._keeper: asyncio.Task[None] | None = None
+        self._is_closing = False
+
+    async def start(self) -> None:
+        """Start the process; decisions go elsewhere until it is ready. Keeps it running until `close`."""
+        await self._spawn()
+        self._keeper = asyncio.create_task(self._keep(), name="policy-keeper")
+
+    async def close(self) -> None:
+        self._is_closing = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        self._end_process()
+
+    @property
+    def oldest_unanswered_s(self) -> float:
+        """Seconds since the oldest question without an answer was asked; 0 without one."""
+        return self._now_s() - next(iter(self._asked.values()))[0] if self._asked else 0.0
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def ask(self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray) -> asyncio.Future[PolicyAnswer] | None:
+        """A future of the answer; None where the process cannot be asked now."""
+        if self.state != "ready" or self._transport is None or len(self._asked) >= UNANSWERED_MAX:
+            return None
+        self._number += 1
+        future: asyncio.Future[PolicyAnswer] = asyncio.get_running_loop().create_future()
+        self._asked[self._number] = self._now_s(), future
+        self._transport.write(M.question(self._number, candidates, context, mask))
+        return future
+
+    # --- asyncio.Protocol ---------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._cutter.feed(data):
+                self._on_message(message)
+        except (ValueError, TypeError, IndexError) as error:
+            logger.warning("policy process speaks nonsense reason=%s", error)
+            self._end_process()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.state != "refused":
+            self.state = "gone"
+        self._transport = None
+        self._forget_asked("the policy process is gone")
+
+    # ------------------------------------------------------------------------------------------------------------------------
+
+    def _on_message(self, message: list[Any]) -> None:
+        if message[0] == M.READY:
+            self.state = "ready"
+            logger.info("policy ready pid=%s bundle=%s", self.pid, self._bundle)
+        elif message[0] == M.REFUSED:
+            self.state, self.detail = "refused", str(message[1])
+            logger.warning("policy bundle refused reason=%s", self.detail)
+        else:
+            _, number, index, outside, error = message
+            asked = self._asked.pop(number, None)
+            if asked is not None and not asked[1].done():
+                asked[1].set_result(PolicyAnswer(int(index), int(outside), str(error), self._now_s() - asked[0]))
+
+    def _forget_asked(self, reason: str) -> None:
+        asked, self._asked = self._asked, {}
+        for asked_s, future in asked.values():
+            if not future.done():
+                future.set_result(PolicyAnswer(-1, 0, reason, self._now_s() - asked_s))
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._cutter = FrameCutter()
+        self.state, self.detail = "starting", ""
+        command = [*self._command, str(theirs.fileno()), str(os.getpid()), self._bundle]
+        try:
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=_one_thread())
+        finally:
+            theirs.close()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(lambda: self, sock=ours)
+        self._transport = transport
+        transport.write(frame(wanted_of(self._candidates)))
+
+    async def _keep(self) -> None:
+        wait_s = RESTART_S
+        while not self._is_closing:
+            await asyncio.sleep(0.05)
+            if self.state == "ready" and self.oldest_unanswered_s > STUCK_S:
+                logger.warning("policy process stuck pid=%s", self.pid)
+                self._end_process()
+            if self.state == "refused":
+                continue
+            if self.state == "gone":
+                self._end_process()
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, RESTART_MAX_S)
+                self.restarts += 1
+                await self._spawn()
+            elif self.state == "ready" and not self._asked:
+                wait_s = RESTART_S
+
+    def _end_process(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+        if self.state != "refused":
+            self.state = "gone"
+        self._forget_asked("the policy process is gone")
+
+
+def _one_thread() -> dict[str, str]:
+    """A small product does not want a thread per core."""
+    return {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

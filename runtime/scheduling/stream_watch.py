@@ -1,0 +1,62 @@
+"""A deadline for each piece of a stream that costs a float per piece: one timer per stream, armed again only when it fires.
+
+`asyncio.timeout` around every piece makes and cancels a timer each time, which is a third of what a token costs here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class StreamWatch:
+    """`next` waits for the next item until a clock time. Close it when the stream is over."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._loop = asyncio.get_running_loop()
+        self._until_s = 0.0
+        self._waiting: asyncio.Task[object] | None = None
+        self._has_fired = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed_for_s = 0.0
+
+    async def next(self, items: AsyncIterator[T], until_s: float) -> T:
+        """The next item. Raises: TimeoutError when it is not there by `until_s`, StopAsyncIteration at the end."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._until_s, self._waiting = until_s, task
+        if self._timer is None or until_s < self._armed_for_s:
+            self._arm(until_s)
+        try:
+            return await anext(items)
+        except asyncio.CancelledError:
+            if self._has_fired and task.uncancel() <= 0:
+                raise TimeoutError from None
+            raise
+        finally:
+            self._waiting = None
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, until_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_for_s = until_s
+        self._timer = self._loop.call_later(max(0.0, until_s - self._now_s()), self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._waiting is None:
+            return  # whoever asks next arms it
+        if self._now_s() >= self._until_s:
+            self._has_fired = True
+            self._waiting.cancel()
+        else:
+            self._arm(self._until_s)

@@ -1,0 +1,128 @@
+"""`python -m runtime serve`: reads the configuration, starts the groups, serves until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from agents.policy_bundle import BundleError, load_bundle
+from envs.scenario.scenario_error import ScenarioError
+from runtime.backends.emulated_kernel import KernelSettings, kernel_of, kv_tokens, plan_of
+from runtime.gateway.app import make_app
+from runtime.gateway.server import listen, make_server
+from runtime.scheduling.metrics import SchedulingMetrics
+from runtime.scheduling.policy_process import check_fits, wanted_of
+from runtime.service import Service
+from runtime.service_config import ServiceConfig, load_service
+
+DEMONSTRATION = Path(__file__).with_name("demonstration") / "service.yaml"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", help="cluster file, or a ready cluster's name (default: the service file's)")
+    parser.add_argument("--bundle", help="directory of an exported route policy; without one the heuristic decides")
+    parser.add_argument("--config", type=Path, help="service file (default: all groups emulated)")
+    parser.add_argument("--demonstration", action="store_true", help="SmolLM2 on three emulated unlike ranks in two groups")
+    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on, 0 for any free one (default 8000)")
+    parser.add_argument("--check", action="store_true", help="say what would start and whether it fits, and start nothing")
+
+
+def read(options: argparse.Namespace) -> ServiceConfig:
+    """Raises: ScenarioError in one line."""
+    config = DEMONSTRATION if options.demonstration else options.config
+    if config is None and options.cluster is None:
+        raise ScenarioError("give --cluster FILE, --config FILE or --demonstration")
+    return load_service(config, options.cluster, options.bundle, host=options.host, port=options.port)
+
+
+def explain(config: ServiceConfig) -> tuple[str, bool]:
+    """What would start, line by line, and whether all of it can."""
+    settings, cluster = KernelSettings(), config.cluster
+    lines = [f"cluster {cluster.name}: model {cluster.model.name}, served as {config.model_name!r}"]
+    for group, entry, is_parked in zip(cluster.groups, config.groups, cluster.parked, strict=True):
+        plan = plan_of(group, settings.corner)
+        tokens = kv_tokens(kernel_of(group, cluster.limits, settings, 0.0))
+        what = {"emulated": "EMULATED, no devices", "torch_tp": f"{len(group.ranks)} rank(s) here", "openai_http": str(entry.url)}[
+            entry.kind
+        ]
+        if entry.ranks and any(rank.slow_factor > 1 for rank in entry.ranks):
+            what += f", EMULATED slower x{', '.join(f'{rank.slow_factor:g}' for rank in entry.ranks)}"
+        parked = ", parked" if is_parked else ""
+        lines.append(f"  {group.name}: {entry.kind} ({what}){parked}; query heads {plan.query_heads}; KV for {tokens} tokens")
+    fits, text = True, f"none; {config.dispatch.heuristic} decides"
+    if config.bundle is not None:
+        try:
+            policy = load_bundle(config.bundle)
+            check_fits(policy, wanted_of(len(cluster.groups) + 2))
+            text = f"{config.bundle}, at most {policy.schema.candidates_max} candidates; falls back to {config.dispatch.heuristic}"
+        except BundleError as error:
+            fits, text = False, f"refused: {error}; {config.dispatch.heuristic} would decide"
+    lines.append(f"policy: {text}")
+    lines.append(f"listens on {config.host}:{config.port}; {'API keys' if config.gateway.api_keys else 'no API keys'}")
+    return "\n".join(lines), fits
+
+
+async def serve(config: ServiceConfig) -> int:
+    listening = listen(config.host, config.port)
+    port = listening.getsockname()[1]
+    service = Service(config)
+    app = make_app(service, config.gateway)
+    app.state.metrics.registry.register(SchedulingMetrics(service.dispatcher))
+    server = make_server(app, config.host, port, drain_s=config.drain_s)
+    # uvicorn would raise the signal again at its end, before the groups are closed
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+
+    def stop() -> None:
+        server.force_exit = server.should_exit  # asked twice: at once
+        server.should_exit = True
+        app.state.generation.is_draining = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    starting = asyncio.create_task(_announce(service, config, port))
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        await service.close()
+    return 0
+
+
+async def _announce(service: Service, config: ServiceConfig, port: int) -> None:
+    await service.start()
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    if any(backend.is_emulation for backend in service.dispatcher.backends):
+        print("EMULATION: some groups play slower devices, or none at all; their times and texts are not those of real ones.", flush=True)
+    body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "stream": true}}'
+    print(f"ready on http://{host}:{port}; try:", flush=True)
+    print(f"  curl -N http://{host}:{port}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", flush=True)
+
+
+def main(options: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    try:
+        config = read(options)
+        text, fits = explain(config)
+    except ValueError as error:
+        print(f"python -m runtime serve: {error}", file=sys.stderr)
+        return 2
+    print(text, flush=True)
+    if options.check:
+        return 0 if fits else 2
+    try:
+        return uvloop.run(serve(config))
+    except OSError as error:
+        print(f"python -m runtime serve: {config.host}:{config.port}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130

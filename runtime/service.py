@@ -1,0 +1,123 @@
+"""The whole service out of its parts: backends by configuration, telemetry, policy, dispatcher; and what it says of itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import numpy as np
+
+from envs.decision.circuit_breaker import State
+from envs.domain.snapshot import BoolArray
+from runtime.backends.emulated import EmulatedBackend
+from runtime.backends.emulated_kernel import KernelSettings
+from runtime.backends.group_messages import HostSettings
+from runtime.backends.interface import Backend
+from runtime.backends.openai_http import OpenAiHttpBackend
+from runtime.backends.torch_tp import TorchTpBackend
+from runtime.calls import Call, Piece, Refusal
+from runtime.gateway.interface import GroupStatus, ServedModel
+from runtime.scheduling.dispatcher import Dispatcher
+from runtime.scheduling.policy_client import PolicyClient
+from runtime.scheduling.policy_guard import PolicyGuard
+from runtime.scheduling.telemetry import Telemetry
+from runtime.service_config import GroupEntry, ServiceConfig
+
+_STATES = {State.CLOSED: "serving", State.OPEN: "ejected", State.HALF_OPEN: "probing", State.FORCED_OPEN: "dead"}
+
+
+def make_backend(config: ServiceConfig, g: int, settings: KernelSettings) -> Backend:
+    """The backend of group `g`, not started."""
+    group, entry, limits = config.cluster.groups[g], config.groups[g], config.cluster.limits
+    if entry.kind == "emulated":
+        return EmulatedBackend(group, g, limits, settings)
+    if entry.kind == "openai_http":
+        assert entry.url is not None
+        key = os.environ.get(entry.api_key_env, "") if entry.api_key_env else ""
+        return OpenAiHttpBackend(group.name, g, entry.url, entry.remote_model or config.model_name, key)
+    return TorchTpBackend(group.name, g, host_settings(config, entry, g))
+
+
+def host_settings(config: ServiceConfig, entry: GroupEntry, g: int) -> HostSettings:
+    limits = config.cluster.limits
+    assert config.model_path is not None and entry.ranks is not None
+    tokens = limits.kv_blocks * limits.kv_block_tokens if limits.kv_blocks is not None else limits.max_running * limits.context_tokens
+    return HostSettings(
+        config.model_path, tuple(rank.model_dump() for rank in entry.ranks), tokens, limits.max_running, limits.queue_limit, entry.dtype
+    )
+
+
+async def _still_starting() -> AsyncIterator[Piece]:
+    raise Refusal("starting", "the service is still starting its groups", retry_after_s=2.0)
+    yield  # a generator, as the real one
+
+
+class Service:
+    """Implements the gateway's `Dispatcher` over the scheduling's."""
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self.config = config
+        settings = KernelSettings()
+        telemetry = Telemetry(config.cluster, settings, config.dispatch.limit_multiplier)
+        backends = [make_backend(config, g, settings) for g in range(len(config.cluster.groups))]
+        guard = None
+        if config.bundle is not None:
+            client = PolicyClient(config.bundle, len(backends) + 2)
+            guard = PolicyGuard(client, config.scheduler.deadline_ms / 1000.0, config.scheduler.outside_max, rng=np.random.default_rng())
+        self.dispatcher = Dispatcher(backends, telemetry, config.dispatch, guard)
+        self.has_started = False
+        self._tokens_max = self._least_tokens(telemetry)
+        is_foreign = any(entry.kind != "torch_tp" for entry in config.groups)  # then prompts go as they came
+        model = ServedModel(config.model_name, self._tokens_max, None if is_foreign else config.model_path, int(time.time()))
+        self._models = {config.model_name: model}
+
+    def _least_tokens(self, telemetry: Telemetry) -> int:
+        return min(self.config.cluster.limits.context_tokens, int(telemetry.kv_tokens.max(initial=1)))
+
+    async def start(self) -> None:
+        """Returns when the first group can serve."""
+        await self.dispatcher.start()
+        self.has_started = True
+
+    async def close(self) -> None:
+        await self.dispatcher.close()
+
+    def run(self, call: Call) -> AsyncIterator[Piece]:
+        """Raises, when iterated: Refusal."""
+        return self.dispatcher.run(call) if self.has_started else _still_starting()
+
+    def models(self) -> Mapping[str, ServedModel]:
+        return self._models
+
+    async def is_ready(self) -> bool:
+        return self.has_started and await self.dispatcher.is_ready()
+
+    def status(self) -> Sequence[GroupStatus]:
+        dispatcher = self.dispatcher
+        telemetry, allows, alive = dispatcher.telemetry, dispatcher.panel.allows(), dispatcher.alive()
+        return [self._status_of(g, bool(allows[g]), alive, telemetry) for g in range(len(dispatcher.backends))]
+
+    def _status_of(self, g: int, is_allowed: bool, alive: BoolArray, telemetry: Telemetry) -> GroupStatus:
+        backend, breaker, report = self.dispatcher.backends[g], self.dispatcher.panel.breakers[g], telemetry.reports[g]
+        state, detail = _STATES[breaker.state], breaker.reason
+        if telemetry.is_parked[g]:
+            state, detail = "parked", "switched off by the cluster file"
+        elif not alive[g]:
+            state = "dead" if self.has_started or detail else "starting"
+        elif telemetry.is_draining[g]:
+            state = "draining"
+        if (wait_s := breaker.next_probe_s) is not None:
+            detail = f"{detail}; next probe in {wait_s:.1f} s"
+        if backend.is_emulation:
+            detail = f"EMULATION; {detail}" if detail else "EMULATION"
+        used = None
+        if report is not None and report.kv_blocks_total and report.kv_blocks_free is not None:
+            used = 1.0 - report.kv_blocks_free / report.kv_blocks_total
+        elif report is not None:
+            used = report.kv_used_fraction
+        flights = telemetry.flights
+        return GroupStatus(
+            backend.name, self.config.model_name, bool(alive[g]) and is_allowed and not telemetry.is_draining[g], state, detail,
+            len(flights.running[g]), len(flights.waiting[g]), used,
+        )  # fmt: skip

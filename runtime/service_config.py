@@ -1,0 +1,178 @@
+"""The service's configuration: one YAML file, validated, and its way into settings. Every key has a default and one line of meaning."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from envs.domain.suggestions import unknown_name
+from envs.scenario.cluster_file import load_cluster
+from envs.scenario.cluster_spec import ClusterSpec
+from envs.scenario.scenario_error import ScenarioError
+from envs.scenario.validation import validate
+from envs.scenario.yaml_text import read_yaml
+from runtime.gateway.settings import GatewaySettings
+from runtime.scheduling.dispatcher import DispatchSettings
+
+
+class Entry(BaseModel):
+    """Base of all rows: a misspelt key is an error."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class RankEntry(Entry):
+    """One rank of a torch_tp group. speed: relative, until measured. slow_factor: EMULATION of a device so many times slower."""
+
+    device: str = "cpu"
+    speed: float = Field(default=1.0, gt=0)
+    slow_factor: float = Field(default=1.0, ge=1)
+    threads: int = Field(default=1, ge=1, le=256)
+
+
+class GroupEntry(Entry):
+    """What serves one group of the cluster file. ranks: of torch_tp, one per rank of the cluster file (default: all alike). url: of
+    openai_http, up to but without /v1. remote_model: the model's name there. api_key_env: environment variable with the key for it."""
+
+    kind: Literal["emulated", "torch_tp", "openai_http"] = "emulated"
+    ranks: list[RankEntry] | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    url: str | None = None
+    remote_model: str | None = None
+    api_key_env: str | None = None
+
+
+class ModelEntry(Entry):
+    """name: by which callers ask for it (default: the cluster file's). path: directory, .gguf file or known name; torch_tp needs it."""
+
+    name: str | None = Field(default=None, min_length=1, max_length=256)
+    path: str | None = None
+
+
+class SchedulerEntry(Entry):
+    """deadline_ms: what the policy gets for a decision. outside_max: inputs that may lie outside the range seen in training. heuristic:
+    answers where the policy does not."""
+
+    heuristic: str = "net_utility"
+    deadline_ms: float = Field(default=5.0, gt=0, le=1000)
+    outside_max: int = Field(default=0, ge=0)
+
+
+class ServiceEntry(Entry):
+    """A whole service file. cluster: file (beside this one) or ready cluster. groups: by the cluster file's names; those not named are
+    emulated. dispatch, gateway: fields of DispatchSettings and GatewaySettings. api_keys_env: environment variable with keys, comma
+    between. drain_s: what streams get to end after SIGTERM."""
+
+    cluster: str | None = None
+    bundle: str | None = None
+    model: ModelEntry = ModelEntry()
+    groups: dict[str, GroupEntry] = Field(default_factory=dict)
+    scheduler: SchedulerEntry = SchedulerEntry()
+    dispatch: dict[str, Any] = Field(default_factory=dict)
+    gateway: dict[str, Any] = Field(default_factory=dict)
+    api_keys_env: str | None = None
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    drain_s: int = Field(default=30, ge=0, le=3600)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """What is to be served; see `ServiceEntry`."""
+
+    cluster: ClusterSpec
+    bundle: str | None
+    model_name: str
+    model_path: str | None
+    groups: tuple[GroupEntry, ...]
+    scheduler: SchedulerEntry
+    dispatch: DispatchSettings
+    gateway: GatewaySettings
+    host: str
+    port: int
+    drain_s: int
+
+
+def load_service(config: Path | None, cluster: str | None = None, bundle: str | None = None, **overrides: Any) -> ServiceConfig:
+    """Read a service file (or none: all by default) and its cluster file; arguments stand above the file.
+
+    Raises: ScenarioError (a ValueError), one line naming file, key and what to do.
+    """
+    entry = validate(ServiceEntry, read_yaml(config), config) if config is not None else ServiceEntry()
+    source = str(config) if config is not None else "service"
+    found = cluster or _beside(config, entry.cluster)
+    if found is None:
+        raise ScenarioError(f"{source}: cluster: missing; give --cluster FILE, or the key `cluster` in the service file")
+    spec = load_cluster(found)
+    groups = _groups(source, entry, spec)
+    if any(group.kind == "torch_tp" for group in groups) and entry.model.path is None:
+        raise ScenarioError(f"{source}: model.path: missing; groups of kind torch_tp need a model directory, .gguf file or known name")
+    dispatch = _settings(source, "dispatch", DispatchSettings, {"heuristic": entry.scheduler.heuristic} | entry.dispatch)
+    keys = tuple(key for key in os.environ.get(entry.api_keys_env, "").split(",") if key) if entry.api_keys_env else ()
+    if entry.api_keys_env and not keys:
+        raise ScenarioError(f"{source}: api_keys_env: the environment has no {entry.api_keys_env}")
+    gateway = _settings(source, "gateway", GatewaySettings, {"api_keys": keys} | entry.gateway)
+    return ServiceConfig(
+        spec, bundle or _beside(config, entry.bundle), entry.model.name or spec.model.name, _model_path(config, entry.model.path), groups,
+        entry.scheduler, dispatch, gateway, overrides.get("host") or entry.host,
+        entry.port if overrides.get("port") is None else overrides["port"], entry.drain_s,
+    )  # fmt: skip
+
+
+def _beside(config: Path | None, name: str | None) -> str | None:
+    """A path relative to the service file where there is such a file, else the name as it is."""
+    if name is None or config is None:
+        return name
+    near = config.parent / name
+    return str(near) if near.exists() else name
+
+
+def _model_path(config: Path | None, path: str | None) -> str | None:
+    return _beside(config, path)
+
+
+def _groups(source: str, entry: ServiceEntry, spec: ClusterSpec) -> tuple[GroupEntry, ...]:
+    names = [group.name for group in spec.groups]
+    for name in entry.groups:
+        if name not in names:
+            raise ScenarioError(f"{source}: groups: {unknown_name('group', name, names)}")
+    groups = []
+    for group in spec.groups:
+        chosen = entry.groups.get(group.name, GroupEntry())
+        count = len(group.ranks)
+        if chosen.kind == "torch_tp":
+            ranks = chosen.ranks or [RankEntry()] * count
+            if len(ranks) != count:
+                raise ScenarioError(f"{source}: groups.{group.name}.ranks: {len(ranks)} entries, the cluster file has {count} ranks")
+            chosen = chosen.model_copy(update={"ranks": ranks})
+        elif chosen.ranks is not None:
+            raise ScenarioError(f"{source}: groups.{group.name}.ranks: only for kind torch_tp")
+        if chosen.kind == "openai_http" and not (chosen.url or "").startswith(("http://", "https://")):
+            raise ScenarioError(f"{source}: groups.{group.name}.url: {chosen.url!r} must begin with http:// or https://")
+        groups.append(chosen)
+    return tuple(groups)
+
+
+def _settings(source: str, key: str, kind: Any, given: Mapping[str, Any]) -> Any:
+    """A settings dataclass from plain values. Raises: ScenarioError for an unknown name or a value that it refuses."""
+    known = {field.name: field for field in fields(kind)}
+    for name in given:
+        if name not in known:
+            raise ScenarioError(f"{source}: {key}: {unknown_name('setting', name, known)}")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    default = kind()
+    for name, value in values.items():
+        wanted = getattr(default, name)
+        is_number = isinstance(wanted, int | float) and not isinstance(wanted, bool)
+        fits = isinstance(value, int | float) and not isinstance(value, bool) if is_number else isinstance(value, type(wanted))
+        if not fits:
+            raise ScenarioError(f"{source}: {key}.{name}: {value!r} must be a {'number' if is_number else type(wanted).__name__}")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ScenarioError(f"{source}: {key}: {error}") from error

@@ -1,0 +1,185 @@
+"""One suite for every kind of backend: what the dispatcher relies on holds for each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from runtime.backends.interface import BackendFault, BadCall, Begun
+from runtime.torch_tp.requests import SamplingSettings
+from tests.runtime.backends import backend_kinds
+from tests.runtime.scheduling.service_parts import call
+
+KINDS = ("emulated", "torch_tp", "openai_http")
+LONG = 110  # with slow ranks about a second; the small checkpoint's context is 128
+
+
+@pytest.fixture(params=KINDS)
+def make(request, kernels):
+    """Makes a backend of the kind, slower than usual if asked."""
+    if request.param == "torch_tp":
+        folder = request.getfixturevalue("dreams")
+        return lambda index=0, slow_factor=1.0: backend_kinds.torch_tp(folder, index, slow_factor)
+    return getattr(backend_kinds, request.param)
+
+
+def play(backends, body) -> None:
+    async def run():
+        made = backends if isinstance(backends, list) else [backends]
+        try:
+            await asyncio.gather(*(backend.start() for backend in made))
+            await body(*made)
+        finally:
+            await asyncio.gather(*(backend.close() for backend in made))
+            assert not any(backend.is_alive for backend in made)
+
+    asyncio.run(run())
+
+
+def ask(max_tokens: int = 24, prompt_tokens: int = 5, **more):
+    """A call that every kind understands: with ids for ours, with the request as it came for foreign servers."""
+    ids, sampling = tuple(range(10, 10 + prompt_tokens)), more.get("sampling", SamplingSettings())
+    body = {
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+        "stop": list(more.get("stop_strings", ())),
+        "prompt": list(ids),
+        "stream": True,
+    }
+    return call(prompt_tokens, max_tokens, prompt_ids=ids, ignore_eos=True, body=body, **more)
+
+
+def shown(pieces):
+    """Those that bring something: a token, or text where ids are not told."""
+    return [piece for piece in pieces if piece.token is not None or piece.text]
+
+
+def begun_by(pieces):
+    tokens = tuple(piece.token for piece in pieces if piece.token is not None)
+    return Begun(tokens, "".join(piece.text for piece in pieces), len(shown(pieces)))
+
+
+async def collect(backend, asked, begun=Begun()):  # noqa: B008
+    return [piece async for piece in backend.submit(asked, begun)]
+
+
+def test_an_answer_comes_piece_by_piece(make):
+    """Each token once and in order, one finish reason, with the last piece; usage is exact."""
+
+    async def body(backend):
+        asked = ask()
+        pieces = await collect(backend, asked)
+        assert [piece.index for piece in shown(pieces)] == list(range(24))
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+        assert (pieces[-1].prompt_tokens, pieces[-1].output_tokens) == (5, 24)
+        assert await backend.probe()
+
+    play(make(), body)
+
+
+def test_the_same_call_goes_on_elsewhere_as_it_would_have(make):
+    """Begun anywhere on one backend, an answer ends on another as if it had not moved: tokens and text, greedy and sampled."""
+
+    async def body(first, second):
+        for sampling in (SamplingSettings(), SamplingSettings(temperature=1.0, seed=11)):
+            asked = ask(sampling=sampling)
+            whole = await collect(first, asked)
+            text = "".join(piece.text for piece in whole)
+            for cut in (1, 5, 23):
+                begun = begun_by(whole[:cut])
+                assert second.continues(asked, begun)
+                rest = await collect(second, asked, begun)
+                assert [p.token for p in rest] == [p.token for p in whole[cut:]]
+                assert begun.text + "".join(p.text for p in rest) == text
+                assert [p.index for p in shown(rest)] == list(range(cut, 24)) and rest[-1].output_tokens == 24
+
+    play([make(0), make(1)], body)
+
+
+def test_many_at_once(make):
+    async def body(backend):
+        asked = [ask(max_tokens=8 + i, prompt_tokens=4 + i) for i in range(12)]
+        answers = await asyncio.gather(*(collect(backend, one) for one in asked))
+        for one, pieces in zip(asked, answers, strict=True):
+            assert pieces[-1].output_tokens == one.max_tokens
+
+    play(make(), body)
+
+
+def test_closing_the_stream_frees_the_place_at_once(make):
+    """Left after two tokens, or cancelled before the first: the report shows nobody inside within half a second."""
+
+    async def body(backend):
+        stream = backend.submit(ask(max_tokens=LONG))
+        for _ in range(2):
+            await anext(stream)
+        await stream.aclose()
+        task = asyncio.create_task(collect(backend, ask(max_tokens=LONG)))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        end_s = time.monotonic() + 2.0
+        while backend_kinds.inside(backend) != 0:
+            assert time.monotonic() < end_s, backend.report()
+            await asyncio.sleep(0.02)
+
+    play(make(slow_factor=8.0), body)
+
+
+def test_a_report_counts_what_is_inside(make):
+    async def body(backend):
+        streams = [backend.submit(ask(max_tokens=LONG)) for _ in range(3)]
+        for stream in streams:
+            await anext(stream)
+        deadline_s = time.monotonic() + 5.0
+        while True:
+            report = backend.report()
+            if report is not None and report.running == 3:
+                break
+            assert time.monotonic() < deadline_s, report
+            await asyncio.sleep(0.02)
+        assert abs(time.monotonic() - report.at_s) < 2.0
+        assert report.kv_used_fraction == 0.3 if report.kv_blocks_total is None else report.kv_blocks_free < report.kv_blocks_total
+        for stream in streams:
+            await stream.aclose()
+
+    play(make(slow_factor=30.0), body)
+
+
+@pytest.mark.fault("K24")
+def test_what_cannot_fit_is_the_callers_mistake(make):
+    async def body(backend):
+        with pytest.raises(BadCall):
+            await collect(backend, ask(max_tokens=100_000))
+        assert (await collect(backend, ask()))[-1].finish_reason == "length"
+
+    play(make(), body)
+
+
+def test_stop_strings_end_the_answer_and_are_never_shown(make):
+    async def body(backend):
+        whole = await collect(backend, ask())
+        text = "".join(piece.text for piece in whole)
+        stop = text[len(text) // 2 : len(text) // 2 + 3]
+        pieces = await collect(backend, ask(stop_strings=(stop,)))
+        assert pieces[-1].finish_reason == "stop"
+        assert "".join(piece.text for piece in pieces) == text[: text.index(stop)]
+
+    play(make(), body)
+
+
+def test_close_ends_open_streams_with_a_fault(make):
+    async def body(backend):
+        task = asyncio.create_task(collect(backend, ask(max_tokens=LONG)))
+        await asyncio.sleep(0.1)
+        await backend.close()
+        with pytest.raises(BackendFault):
+            await task
+        with pytest.raises(BackendFault):
+            await collect(backend, ask())
+        await backend.start()  # and it can come back
+        assert (await collect(backend, ask()))[-1].finish_reason == "length"
+
+    play(make(slow_factor=8.0), body)

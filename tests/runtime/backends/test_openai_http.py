@@ -1,0 +1,228 @@
+"""Foreign servers as groups: faults of their streams, what their answers mean, resuming by asking again, their metrics pages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from envs.decision.circuit_breaker import State
+from runtime.backends.interface import BackendBusy, BackendFault, BadCall, Begun
+from runtime.backends.load_metrics import load_of
+from runtime.calls import Refusal
+from runtime.scheduling.dispatcher import Dispatcher, DispatchSettings
+from runtime.scheduling.telemetry import Telemetry
+from runtime.torch_tp.requests import SamplingSettings
+from tests.runtime.backends.backend_kinds import WithServer
+from tests.runtime.backends.test_backends import ask, begun_by, shown
+from tests.runtime.scheduling.service_parts import cluster, collect, with_service
+
+QUICK = DispatchSettings(first_token_floor_s=1.0, silence_slack_s=0.4, hold_max_s=1.0)
+
+
+async def alone(backend, asked, begun=Begun()):  # noqa: B008
+    return [piece async for piece in backend.submit(asked, begun)]
+
+
+def with_backends(count: int, body, settings=QUICK) -> None:
+    backends = [WithServer(i, 1.0) for i in range(count)]
+    asyncio.run(with_service(Dispatcher(backends, Telemetry(cluster(count)), settings, seed=3), body))
+
+
+@pytest.mark.fault("K25")
+@pytest.mark.parametrize("number", range(5))
+def test_the_five_stream_faults_are_saved(shared, number):
+    """`stream_faults.json`: cut at 40, silent at 20, garbled at 10, closed before the first token, closed after the last one but before
+    the finish event. The answer goes on elsewhere: 60 words, each once, the text of an unbroken run, one finish, usage 60."""
+    case = json.loads((shared / "cases/inputs/stream_faults.json").read_text())["faults"][number]
+    kind = {"cut": "die", "silent": "hang", "garbled": "garble", "early": "die", "late": "die"}[case["id"]]
+    at = case["after_tokens"] if case["id"] != "late" else 59
+
+    async def body(service):
+        struck = []
+
+        def fault(request, index):
+            if not struck and index == (at or -1):
+                struck.append(index)
+                return kind
+            return None
+
+        for backend in service.backends:
+            backend.server.fault = fault
+        asked = ask(max_tokens=60)
+        pieces = await collect(service, asked)
+        assert struck and service.counts["attempts_lost"] == 1
+        first, second = (backend.server.requests[0] for backend in service.backends)
+        assert first["prompt"] == second["prompt"]  # another group carried on
+        assert [piece.index for piece in shown(pieces)] == list(range(60))
+        assert "".join(piece.text for piece in pieces) == "".join(service.backends[0].server.words(first))
+        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
+        assert pieces[-1].output_tokens == 60
+
+    with_backends(2, body)
+
+
+def test_what_cannot_go_on_exactly_ends_in_an_error():
+    """Sampled without a seed: another group would say something else; the stream ends in a refusal, never in other words."""
+
+    async def body(service):
+        for backend in service.backends:
+            backend.server.fault = lambda request, index: "die" if index == 5 else None
+        asked = replace(ask(), sampling=SamplingSettings(temperature=1.0))
+        pieces = []
+        with pytest.raises(Refusal) as refusal:
+            async for piece in service.run(asked):
+                pieces.append(piece)
+        assert refusal.value.reason == "stream_lost" and len(pieces) == 5
+
+    with_backends(2, body)
+
+
+@pytest.mark.parametrize("at", [-1, 0, 7, 23])
+def test_an_answer_that_nobody_watches_is_saved_too(at):
+    """Not streamed to the caller: pieces come as they arrive, several words in one; a cut anywhere loses and doubles nothing."""
+
+    async def body(service):
+        struck = []
+
+        def fault(request, index):
+            if not struck and index == at:
+                struck.append(index)
+                return "die"
+            return None
+
+        for backend in service.backends:
+            backend.server.fault, backend.server.gap_s = fault, 0.0
+        asked = ask()
+        asked = replace(asked, body={**asked.body, "stream": False})
+        pieces = await collect(service, asked)
+        assert struck
+        assert "".join(piece.text for piece in pieces) == "".join(service.backends[0].server.words({**asked.body, "max_tokens": 24}))
+        assert pieces[-1].output_tokens == 24 and [p.finish_reason for p in pieces if p.finish_reason] == ["length"]
+
+    with_backends(2, body)
+
+
+def test_another_text_is_never_glued_on():
+    async def run():
+        backend = WithServer(0, 1.0)
+        await backend.start()
+        try:
+            asked = ask()
+            whole = await alone(backend, asked)
+            begun = begun_by(whole[:4])
+            with pytest.raises(BackendFault, match="another text"):
+                await alone(backend, asked, Begun((), begun.text[:-2] + "??", 4))
+        finally:
+            await backend.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"), [("503", BackendFault), ("503+1", BackendBusy), ("429", BackendBusy), ("500", BackendFault), ("422", BadCall)]
+)
+def test_what_an_answer_means(answer, error):
+    async def run():
+        backend = WithServer(0, 1.0)
+        await backend.start()
+        try:
+            backend.server.fault = lambda request, index: answer if index == -1 else None
+            with pytest.raises(error):
+                await alone(backend, ask())
+        finally:
+            await backend.close()
+
+    asyncio.run(run())
+
+
+def test_a_wave_of_503_is_over_when_it_is_over():
+    """All groups answer 503 with Retry-After for a while, then are well: the first good answer comes within 2 s (routers elsewhere: 57)."""
+
+    async def body(service):
+        for backend in service.backends:
+            backend.server.fault = lambda request, index: "503+1" if index == -1 else None
+        await asyncio.gather(*(collect(service, ask()) for _ in range(60)), return_exceptions=True)
+        for backend in service.backends:
+            backend.server.fault = lambda request, index: None
+        began_s = time.monotonic()
+        while True:
+            try:
+                await collect(service, ask())
+                break
+            except Refusal as refusal:
+                assert refusal.status in (429, 503) and refusal.retry_after_s > 0
+                await asyncio.sleep(0.05)
+        assert time.monotonic() - began_s < 2.0
+        assert {breaker.state for breaker in service.panel.breakers} == {State.CLOSED}
+
+    with_backends(3, body)
+
+
+def test_a_server_that_goes_away_and_comes_back():
+    async def body(service):
+        gone = service.backends[0]
+        await gone.server.stop()
+        for pieces in await asyncio.gather(*(collect(service, ask()) for _ in range(20))):
+            assert pieces[-1].output_tokens == 24
+        await gone.server.start()
+        end_s = time.monotonic() + 8.0
+        before = len(gone.server.requests)
+        while len(gone.server.requests) == before:
+            assert time.monotonic() < end_s
+            await asyncio.gather(*(collect(service, ask(max_tokens=2)) for _ in range(4)))
+            await asyncio.sleep(0.1)
+
+    with_backends(2, body, DispatchSettings(restart_s=0.1))
+
+
+def test_one_ten_times_slower_gets_few_without_any_metrics():
+    """One of four is ten times slower and no page tells load: it gets at most 6 % of 400 requests of 16 callers."""
+
+    async def body(service):
+        for backend in service.backends:
+            backend.server.has_metrics = False
+            backend.server.gap_s = 0.002
+        service.backends[2].server.gap_s = 0.02
+        left = [400]
+
+        async def caller():
+            while left[0] > 0:
+                left[0] -= 1
+                await collect(service, ask(max_tokens=10))
+
+        await asyncio.gather(*(caller() for _ in range(16)))
+        shares = [len(backend.server.requests) / 400 for backend in service.backends]
+        assert shares[2] <= 0.06, shares
+
+    with_backends(4, body)
+
+
+def test_the_request_is_passed_on_under_the_remote_name():
+    async def run():
+        backend = WithServer(0, 1.0)
+        await backend.start()
+        try:
+            await alone(backend, ask(max_tokens=3))
+            body, headers = backend.server.requests[0], backend.server.headers[0]
+            assert body["model"] == "m" and body["stream"] is True and body["max_tokens"] == 3
+            assert headers["Authorization"] == "Bearer key"
+        finally:
+            await backend.close()
+
+    asyncio.run(run())
+
+
+def test_metric_names_old_and_new():
+    vllm = (
+        'vllm:num_requests_running{model_name="a",engine="0"} 3\nvllm:num_requests_running{engine="1"} 2\nvllm:num_requests_waiting 4.0\n'
+    )
+    assert load_of(vllm + "vllm:gpu_cache_usage_perc 0.25") == load_of(vllm + 'vllm:kv_cache_usage_perc{engine="0"} 0.25')
+    found = load_of(vllm + "vllm:kv_cache_usage_perc 0.25")
+    assert (found.running, found.waiting, found.kv_used_fraction) == (5, 4, 0.25)
+    sglang = load_of("sglang:num_running_reqs 7\nsglang:num_queue_reqs 1\nsglang:token_usage 0.5\n")
+    assert (sglang.running, sglang.waiting, sglang.kv_used_fraction) == (7, 1, 0.5)
+    assert load_of("# nothing\nprocess_cpu_seconds_total 4\nvllm:num_requests_running NaN\n") is None

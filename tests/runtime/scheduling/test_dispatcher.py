@@ -1,0 +1,301 @@
+"""Calls come to their end whatever groups do: attempts, retries, breakers, holding, refusing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+import pytest
+
+from envs.decision.circuit_breaker import State
+from runtime.backends.interface import GroupReport, RankTimes
+from runtime.calls import Refusal
+from runtime.scheduling.dispatcher import DispatchSettings
+from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, collect, dispatcher, with_service
+
+QUICK = DispatchSettings(first_token_floor_s=0.4, silence_slack_s=0.4, hold_max_s=0.5, restart_s=0.05)
+
+
+def groups(count: int = 3, **more) -> list[Scripted]:
+    return [Scripted(f"g{i}", i, **more) for i in range(count)]
+
+
+def play(backends, body, settings=QUICK, **more) -> None:
+    asyncio.run(with_service(dispatcher(backends, settings, **more), body))
+
+
+def test_answers_are_whole_and_spread():
+    backends = groups()
+
+    async def body(service):
+        answers = await asyncio.gather(*(collect(service, call()) for _ in range(30)))
+        for pieces in answers:
+            check_whole(pieces, 12)
+        assert all(len(backend.started) == 10 for backend in backends)  # equal groups, a burst: reservations spread it
+
+    play(backends, body)
+
+
+@pytest.mark.fault("K25")
+@pytest.mark.parametrize("kind", ["die", "hang", "wrong"])
+def test_a_stream_lost_at_token_five_goes_on_elsewhere(kind):
+    """24 streams, one of three groups loses each of its streams at token 5: all whole, each token once."""
+    backends = groups()
+    backends[1].fault = lambda asked, index: kind if index == 5 else None
+
+    async def body(service):
+        answers = await asyncio.gather(*(collect(service, call()) for _ in range(24)))
+        for pieces in answers:
+            check_whole(pieces, 12)
+        assert service.counts["retries"] == service.counts["attempts_lost"] >= 5
+        again = Counter(name for backend in backends for name in backend.started)
+        assert max(again.values()) == 2
+        assert not {n for n, tries in again.items() if tries == 2} - set(backends[1].started)
+
+    play(backends, body)
+
+
+def test_a_silent_stream_is_found_in_time():
+    """Silent after token 3: found within 3 x the median gap + 2 s, here with a slack of 0.4 s."""
+    backends = groups(2)
+    backends[0].fault = lambda asked, index: "hang" if index == 3 else None
+
+    async def body(service):
+        for _ in range(6):
+            began_s = time.monotonic()
+            check_whole(await collect(service, call()), 12)
+            assert time.monotonic() - began_s < 3 * 0.05 + 0.4 + 0.5
+        assert service.counts["attempts_lost"] >= 1
+
+    play(backends, body)
+
+
+@pytest.mark.fault("K24")
+def test_bad_calls_move_no_breaker():
+    """100 calls that the groups refuse as the caller's mistake, then good ones: all served, no breaker has moved."""
+    backends = groups(2)
+    for backend in backends:
+        backend.fault = lambda asked, index: "bad" if asked.max_tokens == 100 else None
+
+    async def body(service):
+        for _ in range(100):
+            with pytest.raises(Refusal) as refusal:
+                await collect(service, call(max_tokens=100))
+            assert refusal.value.status == 400
+        assert {breaker.state for breaker in service.panel.breakers} == {State.CLOSED}
+        for pieces in await asyncio.gather(*(collect(service, call()) for _ in range(20))):
+            check_whole(pieces, 12)
+        assert service.counts["retries"] == 0
+
+    play(backends, body)
+
+
+@pytest.mark.fault("K10")
+def test_what_can_never_fit_is_refused_at_the_door():
+    backends = groups(2)
+
+    async def body(service):
+        began_s = time.monotonic()
+        with pytest.raises(Refusal) as refusal:
+            await collect(service, call(prompt_tokens=4000, max_tokens=97))
+        assert (refusal.value.reason, refusal.value.status) == ("too_long", 400)
+        assert "4096" in str(refusal.value)
+        assert time.monotonic() - began_s < 0.1
+        assert not backends[0].started + backends[1].started
+
+    play(backends, body)
+
+
+def test_busy_is_neutral_and_honoured():
+    """One of three groups answers "busy" to everything: no client error, its breaker stays closed for the spell, few calls go there."""
+    backends = groups()
+    backends[2].fault = lambda asked, index: "busy" if index == -1 else None
+
+    async def body(service):
+        for _ in range(3):
+            for pieces in await asyncio.gather(*(collect(service, call()) for _ in range(20))):
+                check_whole(pieces, 12)
+        assert service.panel.breakers[2].state is State.CLOSED
+        assert service.counts["attempts_lost"] == service.counts["retries"] == 0
+        assert len(backends[2].started) <= 15  # of 60: the quarter that the budget of extra attempts allows
+
+    play(backends, body)
+
+
+def test_all_busy_then_well_recovers_at_once():
+    backends = groups()
+    is_busy = [True]
+    for backend in backends:
+        backend.fault = lambda asked, index: "busy" if is_busy[0] and index == -1 else None
+
+    async def body(service):
+        done = await asyncio.gather(*(collect(service, call()) for _ in range(30)), return_exceptions=True)
+        assert all(isinstance(one, Refusal) and one.status == 429 and one.retry_after_s > 0 for one in done)
+        is_busy[0] = False
+        began_s = time.monotonic()
+        while True:
+            try:
+                check_whole(await collect(service, call()), 12)
+                break
+            except Refusal:
+                await asyncio.sleep(0.05)
+        assert time.monotonic() - began_s < 2.0
+
+    play(backends, body)
+
+
+@pytest.mark.fault("K23")
+def test_one_stuck_group_stalls_nobody():
+    """One of four accepts and never answers; 64 callers. Calls that land elsewhere never wait for it; after the breaker's threshold no
+    further call pays for it, apart from probes."""
+    backends = groups(4)
+    backends[0].fault = lambda asked, index: "hang" if index == -1 else None
+
+    async def body(service):
+        async def timed():
+            began_s, asked = time.monotonic(), call()
+            check_whole(await collect(service, asked), 12)
+            return time.monotonic() - began_s, asked.call_id in backends[0].started
+
+        first = await asyncio.gather(*(timed() for _ in range(64)))
+        assert service.panel.breakers[0].state in (State.OPEN, State.HALF_OPEN)
+        assert max(took_s for took_s, hit in first if not hit) < 0.4
+        assert max(took_s for took_s, hit in first) < 0.4 + 2.5
+        before = len(backends[0].started)
+        for _ in range(5):
+            await asyncio.gather(*(timed() for _ in range(20)))
+        assert len(backends[0].started) - before <= 2 * 3  # probes
+
+    play(backends, body)
+
+
+def test_a_dead_process_is_out_at_once_and_comes_back():
+    backends = groups(2)
+
+    async def body(service):
+        streams = [asyncio.create_task(collect(service, call(max_tokens=60))) for _ in range(8)]
+        await asyncio.sleep(0.02)
+        backends[0].is_alive = False
+        for pieces in await asyncio.gather(*streams):
+            check_whole(pieces, 60)
+        await asyncio.sleep(0.3)
+        assert backends[0].is_alive  # the keeper started it again
+        before = len(backends[0].started)
+        for pieces in await asyncio.gather(*(collect(service, call()) for _ in range(20))):
+            check_whole(pieces, 12)
+        assert len(backends[0].started) > before
+
+    play(backends, body)
+
+
+@pytest.mark.fault("K13")
+def test_no_group_at_all_is_said_at_once():
+    backends = groups(2)
+
+    async def body(service):
+        for backend in backends:
+            backend.is_alive = False
+            backend.start = None  # stays gone
+        began_s = time.monotonic()
+        with pytest.raises(Refusal) as refusal:
+            await collect(service, call())
+        assert refusal.value.status == 503 and refusal.value.retry_after_s > 0
+        assert time.monotonic() - began_s < 0.05
+        assert not await service.is_ready()
+
+    play(backends, body)
+
+
+def test_leaving_early_ends_the_work():
+    """A caller that closes its stream, or is cancelled while it waits, frees its place at once."""
+    backends = groups(1)
+
+    async def body(service):
+        asked = call(max_tokens=2000)
+        stream = service.run(asked)
+        await anext(stream)
+        assert backends[0].inside == 1
+        await stream.aclose()
+        assert backends[0].inside == 0 and backends[0].cancelled == [asked.call_id]
+        task = asyncio.create_task(collect(service, call(max_tokens=2000)))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert backends[0].inside == 0
+        assert service.panel.breakers[0].state is State.CLOSED
+
+    play(backends, body)
+
+
+def test_the_callers_deadline_ends_the_call():
+    backends = groups(1)
+    backends[0].fault = lambda asked, index: "hang" if index == 2 else None
+
+    async def body(service):
+        with pytest.raises(Refusal) as refusal:
+            await collect(service, call(deadline_s=0.1))
+        assert refusal.value.status == 504
+        assert backends[0].inside == 0
+
+    play(backends, body)
+
+
+def test_attempts_are_bounded():
+    """Every group fails everything: the call ends with 503 after attempts_max tries, each at another group as long as there is one."""
+    backends = groups(3)
+    for backend in backends:
+        backend.fault = lambda asked, index: "die" if index == 2 else None
+
+    async def body(service):
+        with pytest.raises(Refusal) as refusal:
+            await collect(service, call())
+        assert refusal.value.reason == "attempts_spent"
+        assert sum(len(backend.started) for backend in backends) == 3
+        assert all(len(backend.started) == 1 for backend in backends)
+
+    play(backends, body, DispatchSettings(attempts_max=3))
+
+
+def test_a_full_hold_queue_refuses_with_429():
+    """One group whose queue takes 32 beside the 16 that run; what comes beyond is held, and refused when it may wait no longer."""
+    backends = groups(1)
+    backends[0].fault = lambda asked, index: "hang" if index == -1 else None
+
+    async def body(service):
+        tasks = [asyncio.create_task(collect(service, call(deadline_s=3.0))) for _ in range(70)]
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        statuses = Counter(one.status for one in done if isinstance(one, Refusal))
+        assert statuses[429] >= 10 and sum(statuses.values()) == 70
+
+    play(backends, body, DispatchSettings(first_token_floor_s=10.0, hold_max_s=0.3))
+
+
+@pytest.mark.fault("K22")
+def test_ready_rests_on_tokens():
+    """Groups that accept and make nothing: not ready, whatever their processes say; ready as soon as one makes a token."""
+    backends = groups(2)
+
+    async def body(service):
+        for backend in backends:
+            backend.makes_tokens = False
+        assert not await service.is_ready()
+        backends[1].makes_tokens = True
+        assert await service.is_ready()
+
+    play(backends, body)
+
+
+def test_a_report_of_nonsense_blinds_nobody():
+    """One group's report cannot be taken in: the others' still are, and it is counted."""
+    backends = groups(2)
+    backends[0].report = lambda: GroupReport(time.monotonic(), 1, 0, rank_times=RankTimes(1, 0.0, 1, (0.1,) * 9, (0.1,) * 9))
+    backends[1].report = lambda: GroupReport(time.monotonic(), 0, 0, kv_blocks_free=7, kv_blocks_total=512)
+
+    async def body(service):
+        await asyncio.sleep(0.35)
+        assert service.counts["bad_reports"] >= 2
+        assert service.view().kv_blocks_free[1] == 7
+        check_whole(await collect(service, call()), 12)
+
+    play(backends, body)

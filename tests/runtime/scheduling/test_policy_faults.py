@@ -1,0 +1,180 @@
+"""Whatever the policy does, no request fails and none waits for it: faults of a live process, bundles that cannot be used, its return."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agents.policy_bundle import BundleContents, BundleSchema, NetworkShape, Scaling, write_bundle
+from envs.decision.circuit_breaker import State
+from envs.decision.observation import BOUND, CONTEXT, FEATURES, OBSERVATION_VERSION
+from runtime.scheduling.policy_client import PolicyClient
+from runtime.scheduling.policy_guard import PolicyGuard
+from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, collect, dispatcher, with_service
+
+GROUPS = 3
+DEADLINE_S = 0.1  # twenty times the service's own: tests share their cores
+BAD = Path(__file__).with_name("bad_policy.py")
+
+
+def contents(version: int = OBSERVATION_VERSION, features: tuple[str, ...] = FEATURES, most: int = 16) -> BundleContents:
+    """A random policy whose training range is everything."""
+    rng = np.random.default_rng(5)
+    shape = NetworkShape(8, "tanh")
+    wide = {"candidate": len(features), "context": len(CONTEXT)}
+    fill = {"mean": 0.0, "scale": 1.0, "low": -BOUND, "high": BOUND}
+    arrays = {f"{what}_{name}": np.full(wide[what], value, np.float32) for what in wide for name, value in fill.items()}
+    weights = {name: rng.normal(0, 0.1, size).astype(np.float32) for name, size in shape.tensors(len(features), len(CONTEXT)).items()}
+    if "kind_route" in features:  # it never refuses while a group takes the call
+        weights["residual.weight"][0, features.index("kind_route")] = 9.0
+    return BundleContents(BundleSchema("route", features, CONTEXT, version, most), shape, Scaling(**arrays, clip=10.0), weights)
+
+
+def guard_of(bundle, command=None) -> PolicyGuard:
+    return PolicyGuard(PolicyClient(str(bundle), GROUPS + 2, command), DEADLINE_S)
+
+
+async def until(condition, limit_s: float = 10.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, "it never came to pass"
+        await asyncio.sleep(0.01)
+
+
+async def served(service, count: int, rate_per_s: float = 200.0) -> list[float]:
+    """Seconds from asking to the first token, of so many calls that all come to their end."""
+
+    async def one() -> float:
+        asked, began_s, first_s = call(max_tokens=4), time.monotonic(), []
+        pieces = []
+        async for piece in service.run(asked):
+            first_s.append(time.monotonic() - began_s)
+            pieces.append(piece)
+        check_whole(pieces, 4)
+        return first_s[0]
+
+    tasks = []
+    for _ in range(count):
+        tasks.append(asyncio.create_task(one()))
+        await asyncio.sleep(1.0 / rate_per_s)
+    return await asyncio.gather(*tasks)
+
+
+def run_with(guard: PolicyGuard, body) -> None:
+    backends = [Scripted(f"g{i}", i, gap_s=0.0) for i in range(GROUPS)]
+    asyncio.run(with_service(dispatcher(backends, guard=guard), body))
+
+
+def test_a_good_bundle_decides(tmp_path):
+    """The policy's choices are followed, within its deadline, and are those that the bundle makes in this process."""
+
+    async def body(service):
+        guard = service.scheduler.guard
+        await until(lambda: guard.client.state == "ready")
+        await served(service, 5)
+        service.scheduler.counts.clear()
+        await served(service, 60, rate_per_s=100.0)
+        assert service.scheduler.counts["policy", ""] >= 50  # a loaded machine may miss a deadline now and then
+        assert guard.breaker.state is State.CLOSED
+
+    run_with(guard_of(write_bundle(tmp_path / "good", contents())), body)
+
+
+def _broken_bundles(folder: Path) -> dict[str, Path]:
+    wrong_shape = write_bundle(folder / "shape", contents())
+    description = json.loads((wrong_shape / "bundle.json").read_text())
+    description["network"]["hidden"] = 16
+    (wrong_shape / "bundle.json").write_text(json.dumps(description))
+    nan = write_bundle(folder / "nan", contents())
+    (nan / "policy.safetensors").write_bytes(b"\x00" * 64)
+    return {
+        "missing file": folder / "nowhere",
+        "wrong shape": wrong_shape,
+        "damaged weights": nan,
+        "wrong version": write_bundle(folder / "version", contents(version=OBSERVATION_VERSION - 1)),
+        "other features": write_bundle(folder / "features", contents(features=FEATURES[::-1])),
+        "too small": write_bundle(folder / "small", contents(most=GROUPS)),
+    }
+
+
+@pytest.mark.fault("K08")
+@pytest.mark.parametrize("kind", ["missing file", "wrong shape", "damaged weights", "wrong version", "other features", "too small"])
+def test_a_bundle_that_cannot_be_used_is_refused_in_one_line(tmp_path, kind):
+    guard = guard_of(_broken_bundles(tmp_path)[kind])
+
+    async def body(service):
+        await until(lambda: guard.client.state == "refused")
+        assert guard.client.detail and "\n" not in guard.client.detail
+        await served(service, 20)
+        assert set(service.scheduler.counts) <= {("heuristic", "bundle_refused"), ("heuristic", "policy_starting")}
+        assert guard.client.restarts == 0  # it would be refused again
+
+    run_with(guard, body)
+
+
+@pytest.mark.parametrize("kind", ["exception", "nan", "stall", "slow", "exit", "garbage", "illegal", "range", "shape"])
+def test_a_policy_that_breaks_in_service(tmp_path, kind):
+    """During load the policy breaks: 0 failed requests, the heuristic answers, the breaker trips within 3 bad decisions or 250 ms. When
+    the policy is well again it decides again, through shadow decisions."""
+    said = tmp_path / "kind"
+    said.write_text("good")
+    guard = guard_of("unused", [sys.executable, str(BAD), str(said)])
+
+    async def body(service):
+        await until(lambda: guard.client.state == "ready")
+        await served(service, 5)
+        service.scheduler.counts.clear()
+        await served(service, 20)
+        assert service.scheduler.counts["policy", ""] >= 10, service.scheduler.counts
+        said.write_text(kind)
+        service.scheduler.counts.clear()
+        began_s = time.monotonic()
+        waits = await served(service, 60)
+        assert service.scheduler.counts["policy", ""] == 0 or kind in ("illegal",)
+        bad = sum(n for (_, cause), n in service.scheduler.counts.items() if cause in ("exception", "not_finite", "deadline", "illegal"))
+        assert bad <= 3, service.scheduler.counts
+        if kind not in ("exit", "garbage"):
+            assert guard.breaker.state is not State.CLOSED
+        assert float(np.median(waits)) < 0.05 + DEADLINE_S and time.monotonic() - began_s < 5.0
+        said.write_text("good")
+        end_s = time.monotonic() + 20.0
+        while time.monotonic() < end_s and (guard.breaker.state is not State.CLOSED or guard.client.state != "ready"):
+            await served(service, 10, rate_per_s=50.0)
+        service.scheduler.counts.clear()
+        await served(service, 20, rate_per_s=100.0)
+        assert service.scheduler.counts["policy", ""] >= 10, (guard.breaker.state, guard.client.state)
+        assert guard.shadow_decisions >= 20 or kind in ("exit", "garbage")
+
+    run_with(guard, body)
+
+
+def test_nobody_waits_for_a_stalled_policy(tmp_path):
+    """30 calls at once while the policy takes 0.5 s for each: none waits for it longer than its deadline, and all together not three times
+    that, since the third bad decision opens the breaker."""
+    said = tmp_path / "kind"
+    said.write_text("good")
+    guard = guard_of("unused", [sys.executable, str(BAD), str(said)])
+
+    async def body(service):
+        await until(lambda: guard.client.state == "ready")
+        await served(service, 5)
+        said.write_text("slow")
+        took: list[float] = []
+        settle = service.scheduler._settle
+
+        def noting(decided, reserve):
+            took.append(decided.took_s)
+            return settle(decided, reserve)
+
+        service.scheduler._settle = noting
+        await asyncio.gather(*(collect(service, call(max_tokens=2)) for _ in range(30)))
+        assert len(took) == 30 and max(took) < 3 * DEADLINE_S + 0.15
+        assert service.scheduler.counts["heuristic", "deadline"] <= 3
+
+    run_with(guard, body)

@@ -1,0 +1,331 @@
+"""`python -m runtime serve` as a process: what it prints, what it answers, how it ends. Emulated groups, and small real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agents.policy_bundle import write_bundle
+from tests.conftest import PROJECT
+from tests.runtime.scheduling.test_policy_faults import contents
+
+START_S = 120.0
+
+
+class Running:
+    """A service process on a free port."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "runtime", "serve", "--port", "0", *arguments]
+        env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+        self.process = subprocess.Popen(command, cwd=PROJECT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        end_s = time.monotonic() + START_S
+        while not (found := [line for line in self.lines if line.startswith("ready on")]):
+            assert self.process.poll() is None and time.monotonic() < end_s, "".join(self.lines)
+            time.sleep(0.05)
+        self.url = re.search(r"http://\S+?(?=;)", found[0]).group()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    def post(self, path: str, body: dict, timeout_s: float = 60.0) -> tuple[int, dict, dict]:
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return answer.status, json.loads(answer.read()), dict(answer.headers)
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read()), dict(error.headers)
+
+    def stream(self, path: str, body: dict):
+        """Events of a stream, as they come; the last is "[DONE]"."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body | {"stream": True}).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60.0) as answer:
+            for line in answer:
+                if line.startswith(b"data: "):
+                    data = line[6:].strip()
+                    yield data.decode() if data == b"[DONE]" else json.loads(data)
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=30.0) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def children(self) -> list[int]:
+        """Ids of all processes that descend from it."""
+        parents = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                except OSError:
+                    continue
+        found, known = [], {self.process.pid}
+        while new := {pid for pid, parent in parents.items() if parent in known} - known:
+            known |= new
+            found += sorted(new)
+        return found
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(30)
+        self._reader.join(5)
+        return code
+
+
+@pytest.fixture(scope="module")
+def emulated(kernels):
+    running = Running("--cluster", "unlike-3")
+    yield running
+    running.stop()
+
+
+def test_an_emulated_service_answers_and_says_what_it_is(emulated):
+    assert any("EMULAT" in line for line in emulated.lines)
+    status, body, _ = emulated.post("/v1/completions", {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 8, "ignore_eos": True})
+    assert status == 200 and body["usage"]["completion_tokens"] <= 8
+    assert body["choices"][0]["text"].startswith("(emulated)")
+    assert emulated.get("/ready")[0] == 200 and emulated.get("/livez")[0] == 200
+    metrics = emulated.get("/metrics")[1]
+    assert 'ballast_group_serving{group="pair"' in metrics
+    assert 'ballast_decisions_total{cause="no_policy",source="heuristic"}' in metrics
+    assert 'ballast_group_breaker_state{group="solo-l4"} 0.0' in metrics
+
+
+def test_the_gateway_process_holds_no_torch_and_no_simulator(emulated):
+    maps = Path(f"/proc/{emulated.process.pid}/maps").read_text()
+    assert "torch" not in maps
+    code = (
+        "import sys, runtime.serve; print([name for name in ('torch', 'simpy', 'gymnasium', 'stable_baselines3') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_too_much_is_refused_with_the_limit_named(emulated):
+    status, body, _ = emulated.post("/v1/completions", {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 9000})
+    assert status == 400 and "8192" in body["error"]["message"]
+
+
+def test_check_explains_and_starts_nothing(tmp_path):
+    def check(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "runtime", "serve", "--check", *arguments]
+        return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
+
+    good = check("--demonstration")
+    assert good.returncode == 0 and "pair: torch_tp (2 rank(s) here, EMULATED slower x1, 2)" in good.stdout
+    refused = check("--cluster", "unlike-3", "--bundle", str(tmp_path / "none"))
+    assert refused.returncode == 2 and "refused" in refused.stdout
+    for content, said in (
+        ({"cluster": "unlike-3", "grups": {}}, "grups"),
+        ({"cluster": "unlike-3", "groups": {"pare": {}}}, 'did you mean "pair"'),
+        ({"cluster": "unlike-3", "dispatch": {"hold_max": 3}}, "hold_max_s"),
+        ({"cluster": "unlike-3", "groups": {"pair": {"kind": "torch_tp"}}}, "model.path"),
+        ({"cluster": "unlike-3", "groups": {"pair": {"kind": "openai_http", "url": "nowhere"}}}, "http://"),
+        ({}, "cluster"),
+    ):
+        file = tmp_path / "service.yaml"
+        file.write_text(yaml.safe_dump(content))
+        bad = check("--config", str(file))
+        assert bad.returncode == 2 and said in bad.stderr and bad.stderr.count("\n") == 1, bad.stderr
+
+
+# --- small real ranks ---------------------------------------------------------------------------------------------------------
+
+CLUSTER = {
+    "name": "tiny", "model": {"name": "tiny", "weight_dtype": "fp32", "kv_dtype": "fp32"},
+    "groups": [
+        {"name": "pair", "ranks": [{"gpu": "core", "node": "here", "count": 2}], "inner_link": "pcie4", "outer_link": "pcie4"},
+        {"name": "single", "ranks": [{"gpu": "core", "node": "here"}], "outer_link": "pcie4"},
+    ],
+    "limits": {"max_running": 8, "queue_limit": 32, "context_tokens": 128, "kv_blocks": 128},
+    "own_gpus": [{"name": "core", "tflop_per_s": 0.05, "memory_gib": 4.0, "memory_gb_per_s": 10.0, "tdp_w": 30.0, "kernel_profile": "t4",
+                  "link": "pcie4", "has_bf16": False, "source": "a guess"}],
+    "own_models": [{"name": "tiny", "layers": 4, "hidden": 64, "query_heads": 4, "kv_heads": 4, "head_dim": 16, "mlp_width": 172,
+                    "vocabulary": 512, "context_tokens": 128, "source": "its config.json"}],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks(dreams, tmp_path_factory, kernels):
+    """The small checkpoint on a slow pair and a slow single rank: about 10 ms a token."""
+    folder = tmp_path_factory.mktemp("service")
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
+    service = {
+        "cluster": "cluster.yaml",
+        "model": {"name": "tiny", "path": str(dreams)},
+        "groups": {
+            "pair": {"kind": "torch_tp", "ranks": [{"slow_factor": 12.0}, {"slow_factor": 12.0}]},
+            "single": {"kind": "torch_tp", "ranks": [{"slow_factor": 12.0}]},
+        },
+        "dispatch": {"restart_s": 0.2},
+    }
+    (folder / "service.yaml").write_text(yaml.safe_dump(service))
+    running = Running("--config", str(folder / "service.yaml"))
+    yield running
+    running.stop()
+
+
+def hosts(running: Running) -> list[int]:
+    return [pid for pid in running.children() if "group_host" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def both_serve(running: Running) -> None:
+    end_s = time.monotonic() + 60.0
+    while (
+        running.get("/metrics")[1].count("ballast_group_serving{")
+        and 'serving{group="pair",model_name="tiny"} 0' in running.get("/metrics")[1]
+    ):
+        assert time.monotonic() < end_s
+        time.sleep(0.2)
+    while len(hosts(running)) < 2:
+        assert time.monotonic() < end_s
+        time.sleep(0.2)
+
+
+ASKED = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 90, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.mark.fault("K25")
+def test_a_whole_group_killed_in_mid_stream(ranks):
+    """Eight greedy streams, one group's process killed with SIGKILL at the tenth token: all whole, the text of an unbroken run, usage
+    right, and the group comes back."""
+    both_serve(ranks)
+    _, whole, _ = ranks.post("/v1/completions", ASKED)
+    text = whole["choices"][0]["text"]
+    victim, before = hosts(ranks)[0], set(hosts(ranks))
+    texts, usages, killed = [None] * 8, [None] * 8, threading.Event()
+
+    def one(i: int) -> None:
+        said, finishes = [], []
+        for event in ranks.stream("/v1/completions", ASKED | {"stream_options": {"include_usage": True}}):
+            if event == "[DONE]":
+                continue
+            assert "error" not in event, event
+            usages[i] = event.get("usage") or usages[i]
+            for choice in event["choices"]:
+                said.append(choice["text"])
+                finishes += [choice["finish_reason"]] if choice["finish_reason"] else []
+            if len(said) == 10 and not killed.is_set():
+                killed.set()
+                os.kill(victim, signal.SIGKILL)
+        assert finishes == ["length"]
+        texts[i] = "".join(said)
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    assert texts == [text] * 8
+    assert all(usage["completion_tokens"] == 90 for usage in usages)
+    end_s = time.monotonic() + 60.0
+    while len(set(hosts(ranks)) - {victim}) < 2:
+        assert time.monotonic() < end_s
+        time.sleep(0.2)
+    assert victim in before
+
+
+def test_seeded_sampling_is_the_same_in_every_group(ranks):
+    both_serve(ranks)
+    asked = ASKED | {"temperature": 1.0, "seed": 7, "max_tokens": 30}
+    assert len({ranks.post("/v1/completions", asked)[1]["choices"][0]["text"] for _ in range(6)}) == 1
+
+
+def test_a_client_that_leaves_frees_its_place(ranks):
+    both_serve(ranks)
+    stream = ranks.stream("/v1/completions", ASKED)
+    next(stream)
+    stream.close()
+    end_s = time.monotonic() + 5.0
+    while any(f'ballast_group_running{{group="{g}",model_name="tiny"}} 0' not in ranks.get("/metrics")[1] for g in ("pair", "single")):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+@pytest.mark.fault("K22")
+def test_ready_is_false_while_nothing_can_make_a_token(ranks):
+    """Both hosts frozen: /ready is 503 within 3 s although every process is there, /livez stays 200. They are then replaced, and it is
+    ready again."""
+    both_serve(ranks)
+    frozen = hosts(ranks)
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    while ranks.get("/ready")[0] == 200:
+        assert time.monotonic() - began_s < 4.5  # the request itself may take 1.5 s
+    assert ranks.get("/livez")[0] == 200
+    while ranks.get("/ready")[0] != 200:
+        assert time.monotonic() - began_s < 60.0
+        time.sleep(0.2)
+    assert set(hosts(ranks)) != set(frozen)
+    status, body, _ = ranks.post("/v1/completions", ASKED)
+    assert status == 200 and body["usage"]["completion_tokens"] == 90
+
+
+@pytest.mark.fault("K21")
+def test_nothing_outlives_a_killed_service(dreams, ranks, tmp_path_factory):
+    """SIGKILL: within 5 s no process of it is left."""
+    both_serve(ranks)
+    children = ranks.children()
+    assert len(children) >= 4
+    ranks.process.kill()
+    ranks.process.wait(5)
+    end_s = time.monotonic() + 5.0
+    while any(Path(f"/proc/{pid}").exists() for pid in children):
+        assert time.monotonic() < end_s, [Path(f"/proc/{p}/cmdline").read_text() for p in children if Path(f"/proc/{p}").exists()]
+        time.sleep(0.05)
+
+
+def test_a_served_policy_decides_and_its_death_is_not_felt(tmp_path, kernels):
+    """A bundle over emulated groups: the policy decides; its process killed with SIGKILL, requests go on by the heuristic, and it is
+    started again."""
+    write_bundle(tmp_path / "bundle", contents())
+    service = tmp_path / "service.yaml"
+    service.write_text(yaml.safe_dump({"cluster": "unlike-3", "scheduler": {"deadline_ms": 200}}))  # tests share their cores
+    running = Running("--config", str(service), "--bundle", str(tmp_path / "bundle"))
+    asked = {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 2}
+
+    def policies() -> list[int]:
+        return [pid for pid in running.children() if "policy_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+    def decided() -> float:
+        found = re.search(r'ballast_decisions_total\{cause="",source="policy"\} (\S+)', running.get("/metrics")[1])
+        return float(found.group(1)) if found else 0.0
+
+    def until_policy_decides(more_than: float) -> None:
+        end_s = time.monotonic() + 30.0
+        while decided() <= more_than:
+            assert time.monotonic() < end_s
+            assert running.post("/v1/completions", asked)[0] == 200
+
+    try:
+        until_policy_decides(0)
+        (policy,) = policies()
+        os.kill(policy, signal.SIGKILL)
+        for _ in range(10):
+            assert running.post("/v1/completions", asked)[0] == 200
+        until_policy_decides(decided())
+        assert policies() != [policy]
+    finally:
+        assert running.stop() == 0
