@@ -32,7 +32,11 @@ def test_answers_are_whole_and_spread():
         answers = await asyncio.gather(*(collect(service, call()) for _ in range(30)))
         for pieces in answers:
             check_whole(pieces, 12)
-        assert all(len(backend.started) == 10 for backend in backends)  # equal groups, a burst: reservations spread it
+        started = [len(backend.started) for backend in backends]
+        assert sum(started) == 30
+        assert min(started) >= 6, (
+            started
+        )  # equal groups, a burst: reservations spread it, if not to a call (what was learnt of each differs)
 
     play(backends, body)
 

@@ -16,6 +16,7 @@ from envs.domain.plans import LayerPlans
 from envs.domain.specs import ModelSpec
 from runtime.torch_tp.config import ModelConfig, RopeSettings
 from runtime.torch_tp.engine import Engine, EngineSettings
+from runtime.torch_tp.orders import StepDone
 from runtime.torch_tp.requests import GenerationRequest, Refused
 from runtime.torch_tp.steps import StepCommand, StepResult
 from runtime.torch_tp.supervisor import GroupChange, GroupGone, GroupRebuilt, LostRank, Supervisor
@@ -37,6 +38,7 @@ class ToySupervisor:
         self._before_step = before_step
         self._ranks = ToyRanks(8, 512)
         self.is_closed = False
+        self.last_done: dict[int, StepDone] = {}  # what workers say of a step: toys say nothing
 
     def start(self) -> GroupChange:
         return self.change()
