@@ -67,7 +67,7 @@ class RecordingSupervisor(Supervisor):
     def step(self, command: StepCommand) -> StepResult:
         plan = self.plan
         result = super().step(command)
-        busy_s = np.array(self.profile.last_busy_s[list(self.members)])
+        busy_s = np.array([self.last_done[worker].busy_s for worker in self.members])
         self.records.append(StepRecord(command, result, busy_s, plan))
         return result
 
