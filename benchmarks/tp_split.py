@@ -107,7 +107,7 @@ def _measure_pair(settings: BenchSettings, speeds: tuple[float, ...], wanted: fl
     rates: dict[str, list[float]] = defaultdict(list)
     records: dict[str, list[StepRecord]] = defaultdict(list)
     load = MachineLoad()
-    tokens = settings.scaled(tokens, 16)
+    tokens = settings.scaled(tokens, 24)  # shorter ones end before the batch is full
     name = " : ".join(f"{speed:g}" for speed in speeds)
     with RecordedEngine.begin(settings.model, ranks) as engine:
         prompts = prompts_of(BATCH, PROMPT_TOKENS, engine.config.vocabulary)
