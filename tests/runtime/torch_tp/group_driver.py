@@ -80,6 +80,13 @@ class Driver:
                     answer.append(event.token)
         return run
 
+    def finish_slide(self, deadline_s: float = 30.0) -> None:
+        """Bring a slide to its end that was under way when the last request ended: ranks may prepare more slowly than they step."""
+        until_s = time.monotonic() + deadline_s
+        while self._slide is not None:
+            assert time.monotonic() < until_s, "the slide comes to no end"
+            self._advance_slide()
+
     def _advance_slide(self) -> None:
         slide = self._slide
         if slide is None:
