@@ -59,7 +59,7 @@ class Service:
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
         settings = KernelSettings()
-        telemetry = Telemetry(config.cluster, settings, config.dispatch.limit_multiplier)
+        telemetry = Telemetry(config.cluster, settings, config.dispatch.limit_multiplier, config.dispatch.head_start_s)
         backends = [make_backend(config, g, settings) for g in range(len(config.cluster.groups))]
         guard = None
         if config.bundle is not None:
@@ -95,7 +95,7 @@ class Service:
 
     def status(self) -> Sequence[GroupStatus]:
         dispatcher = self.dispatcher
-        telemetry, allows, alive = dispatcher.telemetry, dispatcher.panel.allows(), dispatcher.alive()
+        telemetry, allows, alive = dispatcher.telemetry, dispatcher.panel.allows(), dispatcher.groups.alive()
         return [self._status_of(g, bool(allows[g]), alive, telemetry) for g in range(len(dispatcher.backends))]
 
     def _status_of(self, g: int, is_allowed: bool, alive: BoolArray, telemetry: Telemetry) -> GroupStatus:

@@ -17,7 +17,7 @@ from envs.scenario.scenario_error import ScenarioError
 from envs.scenario.validation import validate
 from envs.scenario.yaml_text import read_yaml
 from runtime.gateway.settings import GatewaySettings
-from runtime.scheduling.dispatcher import DispatchSettings
+from runtime.scheduling.dispatch_settings import DispatchSettings
 
 
 class Entry(BaseModel):

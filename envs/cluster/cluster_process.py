@@ -25,15 +25,16 @@ from envs.cluster.outcome_table import OutcomeTable
 from envs.cluster.telemetry import Telemetry
 from envs.cluster.world import WorldSpec
 from envs.decision import predictor as P
-from envs.decision.actions import Decision, DecisionPoint, Scheduler, route_commands, route_mask
+from envs.decision.actions import Decision, DecisionPoint, Scheduler, route_point
 from envs.decision.call_outcomes import Outcome
 from envs.decision.circuit_breaker import BreakerPanel, ClassBreaker, ProbeLease, State
+from envs.decision.class_timeouts import ClassTimeouts
 from envs.decision.move_candidates import rebalance_candidates, split_candidates
 from envs.decision.retry_budget import RetryBudget
 from envs.decision.traffic_experience import TrafficExperience
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, OutcomeKind, Request
-from envs.domain.snapshot import BoolArray, IntArray
+from envs.domain.snapshot import BoolArray, ClusterSnapshot, IntArray
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
 from envs.group_kernel.advance import join, next_event_s
@@ -95,7 +96,7 @@ class ClusterProcess:
         self.retries = RetryBudget(attempts_max=world.options.attempts_max)
         self._retrying: set[int] = set()
         self._limits = P.class_limits(world.options.limit_multiplier)
-        self._timeouts: list[list[float]] = (self._limits[:, :2] * world.options.class_timeout_limits).tolist()
+        self._timeouts = ClassTimeouts(world.options.limit_multiplier, world.options.class_timeout_limits)
         self.experience = TrafficExperience(world.cluster.model, self.state, world.options.limit_multiplier, world.options.head_start_s)
         self.moves = Moves(self)
         self.ended_requests: list[int] = []  # in order of booking; the environment drains it to pay rewards
@@ -234,8 +235,7 @@ class ClusterProcess:
         has_timed_out: bool | None = None if kind == L.RECORD_TOO_LARGE else True
         if kind == L.RECORD_COMPLETED:
             ttft_s = times[L.RF_FIRST_S] - times[L.RF_ARRIVAL_S]
-            base_s, per_token_s = self._timeouts[ints[L.RI_CLASS]]
-            has_timed_out = ttft_s > base_s + per_token_s * ints[L.RI_PROMPT]
+            has_timed_out = self._timeouts.is_late(ints[L.RI_CLASS], ints[L.RI_PROMPT], ttft_s)
             if expected_s is not None:
                 tpot_s = (times[L.RF_FINISH_S] - times[L.RF_FIRST_S]) / max(1, ints[L.RI_GENERATED] - 1)
                 self.telemetry.class_experience.observe(times[L.RF_FINISH_S], group_index, ints[L.RI_CLASS], expected_s, (ttft_s, tpot_s))
@@ -362,24 +362,18 @@ class ClusterProcess:
 
     # -- route decisions
 
-    def view(self) -> Any:
-        """Snapshot of the present (`ClusterSnapshot`); settles first."""
+    def view(self, with_probes: bool = False) -> ClusterSnapshot:
+        """Snapshot of the present; settles first. with_probes: groups that wait for a probe accept, too."""
         self.settle()
-        return self.telemetry.snapshot(
-            self.env.now, self.breakers.allows(), self.breakers.states(), len(self._held), self.groups.limits.hold_limit
-        )
+        allows = self.breakers.admits() if with_probes else self.breakers.allows()
+        return self.telemetry.snapshot(self.env.now, allows, self.breakers.states(), len(self._held), self.groups.limits.hold_limit)
 
     def _route_point(self, held: Held) -> DecisionPoint:
-        view = self.view()
+        view = self.view(with_probes=True)
         if self.trace.prefix_ids.size:
             R.hit_tokens(self.state, held.request.request_id, self._hits)
-        probes = self.breakers.due_probes()
-        if probes.size:  # a half-open group closes only through traffic that probes it
-            has_room = view.waiting[probes] < view.queue_limit[probes]
-            view.accepts[probes] |= view.is_up[probes] & ~view.is_draining[probes] & has_room
-        mask = route_mask(view.accepts & self.fits(held.request.request_id), view.hold_queue, view.hold_queue_limit, held.may_hold)
         self._asking = held
-        return DecisionPoint("route", view, route_commands(view.groups), mask, self.tables, held.request, self._hits.copy())
+        return route_point(view, self.tables, held.request, self.fits(held.request.request_id), self._hits.copy(), held.may_hold)
 
     def _apply_route(self, point: DecisionPoint, command: Command) -> None:
         held = self._asking

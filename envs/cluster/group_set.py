@@ -15,6 +15,7 @@ from envs.domain.plans import SplitPlan, TpGroup
 from envs.domain.snapshot import BoolArray, FloatArray
 from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
+from envs.group_kernel.engine_habits import write_habits
 from envs.perf_model import group_cost
 from envs.perf_model import step_time as ST
 from envs.perf_model.memory_fit import Overlap
@@ -87,7 +88,8 @@ class GroupSet:
         self.interference = np.ones(count)
         self.kv_tokens = np.zeros(count, np.int64)  # tokens of KV of an empty group under the plan in force
         self.kv_tokens_min = 0
-        self._set_limits(cluster)
+        write_habits(self.state, options, cluster.limits.max_running, cluster.limits.kv_block_tokens)
+        self.state.group_float[:, L.GF_RETURN_S] = options.return_s
         for g in range(count):
             self.health[g].is_parked = cluster.parked[g]
             self.state.group_int[g, L.GI_UP] = 0 if cluster.parked[g] else 1
@@ -96,24 +98,6 @@ class GroupSet:
             self._write_group(g)
             self.write_plan(g, 0, self.plans[g])
             self._fit_memory(g)
-
-    def is_up(self) -> BoolArray:
-        """Groups that serve as far as anybody knows, shape (groups,); a fresh array."""
-        return ~(self.flags[PARKED] | self.flags[DETECTED_DOWN])
-
-    def _set_limits(self, cluster: ClusterSpec) -> None:
-        ints, floats = self.state.group_int, self.state.group_float
-        options = self.options
-        ints[:, L.GI_RUNNING_LIMIT] = cluster.limits.max_running
-        ints[:, L.GI_CHUNK_MAX] = options.chunk_tokens_max
-        ints[:, L.GI_CHUNK_MIN] = options.chunk_tokens_min
-        ints[:, L.GI_BATCH_MIN] = options.batch_min
-        ints[:, L.GI_BLOCK_TOKENS] = cluster.limits.kv_block_tokens
-        ints[:, L.GI_CACHE_BLOCK_TOKENS] = cluster.limits.kv_block_tokens
-        ints[:, L.GI_PREEMPTION_LIMIT] = options.preemption_limit
-        floats[:, L.GF_RETURN_S] = options.return_s
-        floats[:, L.GF_QUEUE_TIMEOUT_S] = options.queue_timeout_s
-        floats[:, L.GF_TPOT_MARGIN] = options.tpot_margin
 
     def set_prefix_block_tokens(self, tokens: int) -> None:
         """Tokens of one prefix block of the trace."""

@@ -9,19 +9,10 @@ from envs.cluster.rank_telemetry import RankTelemetry
 from envs.cluster.report_delay import DelayedReports
 from envs.decision import capability, group_model
 from envs.decision.arrival_rate import ArrivalRate
+from envs.decision.availability import availability
 from envs.decision.class_experience import ClassExperience
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray, Residents
 from envs.group_kernel import reading as R
-from envs.perf_model.compiled import kernel
-
-
-@kernel
-def _availability(is_parked, is_down, draining, breaker_allows, waiting, queue_limit, is_up, is_draining, accepts):
-    """Three columns of the snapshot, written into the last three arguments."""
-    for g in range(is_up.shape[0]):
-        is_up[g] = not (is_parked[g] or is_down[g])
-        is_draining[g] = draining[g]
-        accepts[g] = is_up[g] and not draining[g] and breaker_allows[g] and waiting[g] < queue_limit[g]
 
 
 class Telemetry:
@@ -109,9 +100,8 @@ class Telemetry:
         if self._delayed is not None:
             report_age_s = np.full(len(offset) - 1, self._delayed.apply(now_s, ints, floats, offset, resident_ints, resident_floats))
         waiting, flags = ints[R.R_WAITING], groups.flags
-        is_up, is_draining, accepts = np.empty_like(breaker_allows), np.empty_like(breaker_allows), np.empty_like(breaker_allows)
-        _availability(
-            flags[PARKED], flags[DETECTED_DOWN], flags[DRAINING], breaker_allows, waiting, self._queue_limit, is_up, is_draining, accepts
+        is_up, is_draining, accepts = availability(
+            flags[PARKED], flags[DETECTED_DOWN], flags[DRAINING], breaker_allows, waiting, self._queue_limit
         )
         return ClusterSnapshot(
             now_s=now_s,

@@ -8,13 +8,14 @@ from envs.cluster.faults import FaultEvent, FaultRates
 from envs.decision.split_planner import CORNERS
 from envs.domain.requests import SERVICE_CLASSES
 from envs.domain.suggestions import unknown_name
+from envs.group_kernel.engine_habits import EngineHabits
 from envs.scenario.cluster_spec import ClusterSpec
 from envs.traces.trace_table import TraceTable
 
 
 @dataclass(frozen=True, slots=True)
-class WorldOptions:
-    """Model options. Times in seconds, tokens in tokens.
+class WorldOptions(EngineHabits):
+    """Model options, those of the engines included. Times in seconds, tokens in tokens.
 
     interference_sigma: spread of a hidden slow-down per group that wanders (log-normal, redrawn every
     interference_period_s); with use_residual_tables it makes the world differ structurally from the
@@ -37,19 +38,12 @@ class WorldOptions:
     report_delay_s: float = 0.0
     class_timeout_fraction: float = 0.8
     class_timeout_limits: float = 10.0
-    chunk_tokens_max: int = 2048
-    chunk_tokens_min: int = 256
-    batch_min: int = 8
-    tpot_margin: float = 0.9
-    preemption_limit: int = 32
     return_s: float = 0.002
-    queue_timeout_s: float = 120.0
     head_start_s: float = 2.0
     hold_max_s: float = 1.0
     control_tick_s: float = 5.0
     drain_s: float = 180.0
     limit_multiplier: float = 1.0
-    memory_fraction: float = 0.9
     cold_start_s: float = 30.0
     rebuild_s: float = 2.0
     fall_back_stay_s: float = 60.0  # a group that fell back is offered its other ranks again only after so long

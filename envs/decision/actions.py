@@ -147,6 +147,14 @@ class DecisionPoint:
         return min(service.tpot_limit_s for service in SERVICE_CLASSES) * self.tables.limit_multiplier
 
 
+def route_point(
+    view: ClusterSnapshot, tables: P.PredictorTables, request: Request, fits: BoolArray, hits: IntArray, may_hold: bool
+) -> DecisionPoint:
+    """Where `request` shall go. fits (groups,): which groups could hold it; hits (groups,): prompt tokens in each one's prefix cache."""
+    mask = route_mask(view.accepts & fits, view.hold_queue, view.hold_queue_limit, may_hold)
+    return DecisionPoint("route", view, route_commands(view.groups), mask, tables, request, hits)
+
+
 class Scheduler(Protocol):
     """Whoever answers decision points: a heuristic, a policy, or the runtime's retreat through both."""
 

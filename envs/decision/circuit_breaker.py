@@ -427,6 +427,13 @@ class BreakerPanel:
         later = later[later > now_s]
         self._stale_from_s = float(later.min()) if later.size else inf
 
+    def admits(self) -> BoolArray:
+        """`allows`, and the groups that wait for a probe: a half-open one closes only through traffic that probes it; a fresh array."""
+        admitted = self.allows()
+        if (due := self.due_probes()).size:
+            admitted[due] = True
+        return admitted
+
     def due_probes(self) -> IntArray:
         """Groups that wait for a probe: half open, with a free slot and no pause. Send one there, or they never close."""
         if not self._any_open:

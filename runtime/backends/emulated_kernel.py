@@ -11,22 +11,16 @@ from envs.decision import group_model
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
+from envs.group_kernel.engine_habits import EngineHabits, write_habits
 from envs.perf_model import group_cost
 from envs.perf_model import step_time as ST
 from envs.scenario.cluster_spec import ClusterLimits
 
 
 @dataclass(frozen=True, slots=True)
-class KernelSettings:
-    """Habits of an emulated engine; as `WorldOptions` of the simulated world, times in s, sizes in tokens."""
+class KernelSettings(EngineHabits):
+    """An emulated engine. use_residual_tables: as in the simulated world; corner: of the plan that its group starts with."""
 
-    chunk_tokens_max: int = 2048
-    chunk_tokens_min: int = 256
-    batch_min: int = 8
-    tpot_margin: float = 0.9
-    preemption_limit: int = 32
-    queue_timeout_s: float = 120.0
-    memory_fraction: float = 0.9
     use_residual_tables: bool = True
     corner: str = "planner"
 
@@ -40,20 +34,8 @@ def kernel_of(group: TpGroup, limits: ClusterLimits, settings: KernelSettings, n
     """State of the one group, empty, its clock at `now_s`."""
     ranks, plan = len(group.ranks), plan_of(group, settings.corner)
     state = L.allocate(1, ranks, limits.max_running + limits.queue_limit)
-    ints, floats = state.group_int[0], state.group_float[0]
-    for column, value in (
-        (L.GI_RUNNING_LIMIT, limits.max_running),
-        (L.GI_CHUNK_MAX, settings.chunk_tokens_max),
-        (L.GI_CHUNK_MIN, settings.chunk_tokens_min),
-        (L.GI_BATCH_MIN, settings.batch_min),
-        (L.GI_BLOCK_TOKENS, limits.kv_block_tokens),
-        (L.GI_CACHE_BLOCK_TOKENS, limits.kv_block_tokens),
-        (L.GI_PREEMPTION_LIMIT, settings.preemption_limit),
-    ):
-        ints[column] = value
-    floats[L.GF_CLOCK_S] = now_s
-    floats[L.GF_QUEUE_TIMEOUT_S] = settings.queue_timeout_s
-    floats[L.GF_TPOT_MARGIN] = settings.tpot_margin
+    write_habits(state, settings, limits.max_running, limits.kv_block_tokens)
+    state.group_float[0, L.GF_CLOCK_S] = now_s
     state.predicted_group_cost[0] = state.group_cost[0] = group_model.group_row(group)
     state.rank_cost[0, :, :ranks] = group_model.rank_rows(group, plan, settings.use_residual_tables)
     state.predicted_rank_cost[0, :, :ranks] = group_model.rank_rows(group, plan, False)

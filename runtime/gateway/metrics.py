@@ -19,7 +19,6 @@ from envs.domain.requests import SERVICE_CLASSES
 from runtime.calls import REFUSAL_STATUS
 from runtime.gateway.interface import GroupStatus, ServedModel
 
-ENDPOINTS = ("chat", "completion", "models", "probe", "metrics", "other")
 REASONS = frozenset(
     (*REFUSAL_STATUS, "unauthorised", "too_large", "too_slow", "answer_cut", "answer_ended_early", "internal_error", "not_found")
 )

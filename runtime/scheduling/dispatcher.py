@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -20,12 +20,16 @@ import numpy as np
 from agents.heuristics import make as make_heuristic
 from envs.decision import predictor as P
 from envs.decision.circuit_breaker import BreakerPanel, BreakerSettings, ClassBreaker, Outcome, ProbeLease, State
+from envs.decision.class_timeouts import ClassTimeouts
 from envs.decision.retry_budget import RetryBudget
 from envs.domain.commands import CommandKind
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot
 from runtime.backends.interface import NOTHING, Backend, BackendBusy, BackendError, BackendFault, BadCall, Begun
 from runtime.calls import Call, Piece, Refusal
+from runtime.scheduling.dispatch_settings import DispatchSettings
+from runtime.scheduling.group_keeper import GroupKeeper
+from runtime.scheduling.held_calls import HeldCalls
 from runtime.scheduling.in_flight import Flight
 from runtime.scheduling.online_scheduler import Decided, OnlineScheduler, Question
 from runtime.scheduling.policy_guard import PolicyGuard
@@ -38,38 +42,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_MIN_S = 0.1
 RETRY_AFTER_MAX_S = 30.0
+HELD_AT_ONCE_S = 1.0  # a held call looks again after so long, whatever happens
 RUNG_PER_END = 2  # held calls that ask again when an attempt ends; all of them do every report period
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchSettings:
-    """Limits and habits; times in s.
-
-    in_flight_max: calls inside, held ones included. hold_max_s: longest wait for a group to take a call. attempts_max: of one call.
-    retry_wait_s: how long a retry waits for the budget. first_token_floor_s, first_token_multiple: an attempt without a first token is
-    given up after max(floor, multiple x predicted) . silence_multiple, silence_slack_s: a started stream after multiple x its group's
-    median gap + slack. report_period_s: how often groups are asked for their reports. ready_within_s: a token so young proves that
-    tokens can be made, and a probe gets as long. restart_s: first wait before a dead group is started again, doubled up to restart_max_s.
-    class_timeout_fraction, class_timeout_limits: as in the simulated world.
-    """
-
-    in_flight_max: int = 4096
-    hold_max_s: float = 2.0
-    attempts_max: int = 4
-    retry_wait_s: float = 2.0
-    first_token_floor_s: float = 5.0
-    first_token_multiple: float = 5.0
-    silence_multiple: float = 3.0
-    silence_slack_s: float = 1.5
-    report_period_s: float = 0.1
-    restart_s: float = 0.5
-    restart_max_s: float = 30.0
-    heuristic: str = "net_utility"
-    limit_multiplier: float = 1.0
-    head_start_s: float = 2.0
-    class_timeout_fraction: float = 0.8
-    class_timeout_limits: float = 10.0
-    ready_within_s: float = 1.4
 
 
 @dataclass(slots=True, eq=False)
@@ -117,18 +91,14 @@ class Dispatcher:
         self.counts: Counter[str] = Counter()
         self.served = np.zeros(len(self.backends), np.int64)  # attempts by group
         self.in_flight = 0
-        self.held = 0
         self.is_draining = False
         self._next_id = 0
-        self._timeouts = (P.class_limits(chosen.limit_multiplier)[:, :2] * chosen.class_timeout_limits).tolist()
+        self._timeouts = ClassTimeouts(chosen.limit_multiplier, chosen.class_timeout_limits)
         self._pace = [StreamPace() for _ in self.backends]
-        self._last_token_s = np.full(len(self.backends), -math.inf)
-        self._waiters: deque[asyncio.Future[None]] = deque()
-        self._tasks: list[asyncio.Task[None]] = []
         self._was_busy: set[int] = set()
         self.prefixes = PrefixMemory(np.array([backend.keeps_prefixes for backend in self.backends], np.bool_))
-        self._probing: dict[int, asyncio.Task[None]] = {}
-        self._is_up = np.zeros(len(self.backends), np.bool_)
+        self.held_calls = HeldCalls()
+        self.groups = GroupKeeper(self.backends, telemetry, self.panel, self.prefixes, self.held_calls, chosen, self.counts, now_s)
 
     # --- life ---------------------------------------------------------------------------------------------------------------
 
@@ -136,19 +106,10 @@ class Dispatcher:
         """Start every group that is not parked; returns when one can serve. The others are waited for and kept up beside."""
         if self.scheduler.guard is not None:
             await self.scheduler.guard.client.start()
-        started = asyncio.Event()
-        for backend in self.backends:
-            if not self.telemetry.is_parked[backend.group_index]:
-                self._tasks.append(asyncio.create_task(self._keep(backend, started), name=f"keeper-{backend.name}"))
-        self._tasks.append(asyncio.create_task(self._watch(), name="telemetry-watch"))
-        await started.wait()
+        await self.groups.start()
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *self._probing.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(backend.close() for backend in self.backends), return_exceptions=True)
+        await self.groups.close()
         if self.scheduler.guard is not None:
             await self.scheduler.guard.client.close()
 
@@ -160,118 +121,23 @@ class Dispatcher:
             await asyncio.sleep(0.05)
         return self.in_flight == 0
 
-    async def _keep(self, backend: Backend, started: asyncio.Event) -> None:
-        """Start a group, watch that its process lives, start it again; its breaker is forced open while it is gone."""
-        g, wait_s = backend.group_index, self.settings.restart_s
-        while True:
-            try:
-                await backend.start()
-            except Exception as error:  # whatever it was, the others serve on
-                logger.warning("group not started group=%s reason=%s", backend.name, error)
-                self.panel.breakers[g].force_open(f"not started: {error}")
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, self.settings.restart_max_s)
-                continue
-            self.telemetry.forget(g)
-            self.prefixes.forget(g)
-            self._is_up[g] = True
-            self.panel.breakers[g].revive()
-            started.set()
-            self._ring()
-            began_s = self._now_s()
-            while backend.is_alive:
-                await asyncio.sleep(0.05)
-            self._is_up[g] = False
-            self.panel.breakers[g].force_open("its process is gone")
-            logger.warning("group lost group=%s", backend.name)
-            self.counts["groups_lost"] += 1
-            self._ring()
-            if self._now_s() - began_s > 60.0:
-                wait_s = self.settings.restart_s
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, self.settings.restart_max_s)
-
-    async def _watch(self) -> None:
-        """Hand reports to the telemetry, and let held calls ask again when a breaker's time has come."""
-        while True:
-            await asyncio.sleep(self.settings.report_period_s)
-            for backend in self.backends:
-                try:
-                    report = backend.report()
-                    if report is not None:
-                        self.telemetry.take_report(backend.group_index, report)
-                except Exception as error:  # one group's nonsense must not blind us to the others
-                    self.counts["bad_reports"] += 1
-                    logger.error("report not understood group=%s reason=%s: %s", backend.name, type(error).__name__, error)
-            for g in self.panel.due_probes().tolist():
-                self._probe_half_open(g)
-            if self.held:
-                self._ring()
-
-    def _probe_half_open(self, g: int) -> None:
-        """A group on its way back is asked for a token of nobody's, so that its return does not hang on a scheduler's taste (K13)."""
-        if self._probing.get(g) is not None or (lease := self.panel.breakers[g].try_probe()) is None:
-            return
-
-        async def probe() -> None:
-            began_s, outcome = self._now_s(), Outcome.FAULT
-            try:
-                outcome = Outcome.OK if await self.backends[g].probe() else Outcome.FAULT
-            finally:
-                self.panel.breakers[g].record(outcome, began_s=began_s, lease=lease, reason="made no token")
-                self._probing.pop(g, None)
-                self._ring()
-
-        self._probing[g] = asyncio.create_task(probe(), name=f"probe-{self.backends[g].name}")
-
-    def _ring(self, calls: int = 1 << 30) -> None:
-        """Something may have become possible: so many held calls ask again, the longest held first."""
-        while self._waiters and calls > 0:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                calls -= 1
-
     # --- what the gateway asks ----------------------------------------------------------------------------------------------
 
     def view(self) -> ClusterSnapshot:
         """Snapshot of the present."""
-        alive = self.alive()
-        allows = self.panel.allows()
-        for g in self.panel.due_probes().tolist():  # a half-open group closes only through traffic that probes it
-            allows[g] = True
+        alive = self.groups.alive()
+        allows = self.panel.admits()
         flights = self.telemetry.flights
         for g in self._was_busy:  # until it has answered again, one call at a time asks whether it is still busy
             if flights.running[g] or flights.waiting[g]:
                 allows[g] = False
         return self.telemetry.snapshot(
-            self._now_s(), alive, allows & alive, self.panel.states(), self.held, self.telemetry.cluster.limits.hold_limit
+            self._now_s(), alive, allows & alive, self.panel.states(), self.held_calls.count, self.telemetry.cluster.limits.hold_limit
         )
 
-    def alive(self) -> BoolArray:
-        """Groups that are started and whose process is not known to be gone, shape (groups,)."""
-        return self._is_up & np.fromiter((backend.is_alive for backend in self.backends), np.bool_, len(self.backends))
-
     async def is_ready(self) -> bool:
-        """Whether a token can really be made: one was, lately, or a probe makes one (K22)."""
-        if self.is_draining:
-            return False
-        alive = self.alive()
-        recent = self._now_s() - self._last_token_s < self.settings.ready_within_s
-        if (alive & recent).any():
-            return True
-        probes = [asyncio.ensure_future(self.backends[g].probe()) for g in np.flatnonzero(alive).tolist()]
-        try:
-            for done in asyncio.as_completed(probes, timeout=self.settings.ready_within_s):
-                if await done:
-                    return True
-        except TimeoutError:
-            pass
-        finally:
-            for probe in probes:
-                probe.cancel()
-            await asyncio.gather(*probes, return_exceptions=True)
-        return False
+        """Whether a token can really be made (K22), and new calls are taken."""
+        return not self.is_draining and await self.groups.is_ready()
 
     async def run(self, call: Call) -> AsyncIterator[Piece]:
         """The answer's pieces in order, the last one with a finish reason. Raises: Refusal, at once or between two pieces.
@@ -303,8 +169,7 @@ class Dispatcher:
                 self.class_breaker.breakers[request.class_index].release(lease)
 
     def _is_late(self, request: Request) -> bool:
-        base_s, per_token_s = self._timeouts[request.class_index]
-        return self._now_s() - request.arrival_s > base_s + per_token_s * request.prompt_tokens
+        return self._timeouts.is_late(request.class_index, request.prompt_tokens, self._now_s() - request.arrival_s)
 
     # --- the door -----------------------------------------------------------------------------------------------------------
 
@@ -321,7 +186,7 @@ class Dispatcher:
             raise _refusal("draining", "the service is shutting down", 1.0)
         if self.in_flight >= self.settings.in_flight_max:
             raise _refusal("queue_full", f"{self.in_flight} calls are being served; at most that many", 1.0)
-        if not self.alive().any():
+        if not self.groups.alive().any():
             raise _refusal("no_capacity", "no group can serve now", self._retry_after_s())
         admission = self.class_breaker.admit(call.class_index)
         if not admission.is_allowed:
@@ -411,35 +276,24 @@ class Dispatcher:
                 g = placed[0].group_index
                 self.prefixes.remember(g, keys, int(self.telemetry.kv_tokens[g]))
                 return placed[0]
-            alive = self.alive() & fits
+            alive = self.groups.alive() & fits
             alive[list(excluded)] = False
             if not alive.any() and not begun.pieces and not failed:
                 raise _refusal("no_capacity", "no group can serve this now", self._retry_after_s())
-            if decided.command.kind is CommandKind.REFUSE and (not may_hold or self.held >= self.telemetry.cluster.limits.hold_limit):
+            if decided.command.kind is CommandKind.REFUSE and (
+                not may_hold or self.held_calls.count >= self.telemetry.cluster.limits.hold_limit
+            ):
                 if self._now_s() >= call.deadline_s:
                     raise _refusal("deadline", "its deadline passed while it waited")
                 reason = "queue_full" if alive.any() else "no_capacity"
                 raise _refusal(reason, f"no group took it within {self.settings.hold_max_s:g} s", self._retry_after_s())
             if decided.command.kind is CommandKind.REFUSE and alive.any():
                 raise _refusal("queue_full", "the scheduler refused it", self._retry_after_s())
-            await self._hold(hold_until_s)
-
-    async def _hold(self, until_s: float) -> None:
-        """Wait for a change, or `until_s`."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        self.held += 1
-        try:
-            async with asyncio.timeout(max(0.0, min(until_s - self._now_s(), 1.0)) + 1e-3):
-                await waiter
-        except TimeoutError:
-            pass
-        finally:
-            self.held -= 1
+            await self.held_calls.wait(max(0.0, min(hold_until_s - self._now_s(), HELD_AT_ONCE_S)) + 1e-3)
 
     def _excluded(self, call: Call, begun: Begun, failed: frozenset[int]) -> frozenset[int]:
         """Groups that may not take the call (on): those that failed it, unless no other one lives, and those that cannot go on exactly."""
-        alive = self.alive()
+        alive = self.groups.alive()
         stuck = frozenset(g for g in failed if alive[[i for i in range(len(alive)) if i not in failed]].any() or not alive[g])
         if not begun.pieces:
             return stuck
@@ -534,7 +388,8 @@ class Dispatcher:
             gap_s = now_s - attempt.last_s
             self._pace[g].observe(gap_s)
             self.telemetry.gap_seen(g, gap_s, attempt.declared_gap_s)
-        attempt.last_s = self._last_token_s[g] = now_s
+        attempt.last_s = now_s
+        self.groups.token_made(g, now_s)
         flights.tokens(attempt.flight, generated)
 
     def _end_attempt(self, attempt: _Attempt, outcome: Outcome, reason: str, generated: int) -> None:
@@ -552,7 +407,7 @@ class Dispatcher:
         )
         if outcome is Outcome.OK:
             self._was_busy.discard(g)
-        self._ring(RUNG_PER_END)
+        self.held_calls.ring(RUNG_PER_END)
 
 
 @dataclass(slots=True, eq=False)

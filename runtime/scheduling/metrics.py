@@ -57,7 +57,7 @@ class SchedulingMetrics(Collector):
             if dispatcher.telemetry.reports[g] is not None:
                 age.add_metric((backend.name,), float(view.report_age_s[g]))
         yield from (attempts, breaker, age, pace)
-        held = GaugeMetricFamily("ballast_held", "Calls that wait for a group to take them.", value=float(dispatcher.held))
+        held = GaugeMetricFamily("ballast_held", "Calls that wait for a group to take them.", value=float(dispatcher.held_calls.count))
         retries = GaugeMetricFamily("ballast_retries_under_way", "Of the retry budget.", value=float(dispatcher.retries.retrying))
         yield from (held, retries)
 

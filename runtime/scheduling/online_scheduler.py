@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from envs.decision.actions import DecisionPoint, Scheduler, route_commands, route_mask
+from envs.decision.actions import DecisionPoint, Scheduler, route_point
 from envs.decision.observation import encode
 from envs.decision.predictor import PredictorTables
 from envs.domain.commands import Command, CommandKind
@@ -56,14 +56,13 @@ class Question:
     hits: IntArray
 
 
-def route_point(view: ClusterSnapshot, question: Question, tables: PredictorTables) -> DecisionPoint:
-    """The decision point, as the simulator makes it of its own view."""
-    accepts = view.accepts & question.fits
+def point_of(question: Question, view: ClusterSnapshot, tables: PredictorTables) -> DecisionPoint:
+    """The decision point, made as the simulator makes it; groups that failed the call do not fit it."""
+    fits = question.fits
     if question.excluded:
-        accepts = accepts.copy()
-        accepts[list(question.excluded)] = False
-    mask = route_mask(accepts, view.hold_queue, view.hold_queue_limit, question.may_hold)
-    return DecisionPoint("route", view, route_commands(view.groups), mask, tables, question.request, question.hits)
+        fits = fits.copy()
+        fits[list(question.excluded)] = False
+    return route_point(view, tables, question.request, fits, question.hits, question.may_hold)
 
 
 class OnlineScheduler:
@@ -80,7 +79,6 @@ class OnlineScheduler:
         self._view, self._tables, self._heuristic, self.guard, self._now_s = view, tables, heuristic, guard, now_s
         self._turn = asyncio.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
-        self.agreed = self.compared = 0  # with the heuristic, where the policy decided
 
     async def decide(self, question: Question, reserve: Callable[[Decided], None]) -> Decided:
         """Answer `question`, and call `reserve` with the answer before anybody else decides."""
@@ -92,7 +90,7 @@ class OnlineScheduler:
             finally:
                 self._turn.release()
         cause = "queue" if self.guard is not None else "no_policy"
-        point = route_point(self._view(), question, self._tables())
+        point = point_of(question, self._view(), self._tables())
         return self._settle(self._by_heuristic(point, cause, asked_s), reserve)
 
     async def _has_turn(self, patience_s: float) -> bool:
@@ -112,7 +110,7 @@ class OnlineScheduler:
         return decided
 
     async def _decide(self, question: Question, asked_s: float, patience_s: float) -> Decided:
-        guard, point = self.guard, route_point(self._view(), question, self._tables())
+        guard, point = self.guard, point_of(question, self._view(), self._tables())
         assert guard is not None
         if not point.allowed_groups.any():
             return self._by_heuristic(point, "nothing_allowed", asked_s)

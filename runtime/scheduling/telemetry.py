@@ -12,6 +12,7 @@ import numpy as np
 
 from envs.decision import group_model
 from envs.decision.arrival_rate import ArrivalRate
+from envs.decision.availability import availability
 from envs.decision.class_experience import ClassExperience
 from envs.decision.group_model import GroupModel
 from envs.decision.rank_experience import RankExperience
@@ -82,7 +83,9 @@ def _columns(now_s, reported, heard, has_pace, blocks, foreign, offset, rows, bl
 class Telemetry:
     """Builds snapshots. `flights` holds what is in flight, `experience` and `classes` what past answers taught."""
 
-    def __init__(self, cluster: ClusterSpec, settings: KernelSettings | None = None, limit_multiplier: float = 1.0) -> None:
+    def __init__(
+        self, cluster: ClusterSpec, settings: KernelSettings | None = None, limit_multiplier: float = 1.0, head_start_s: float = 2.0
+    ) -> None:
         self.cluster, self.groups = cluster, cluster.groups
         chosen = settings or KernelSettings()
         count = len(self.groups)
@@ -99,7 +102,7 @@ class Telemetry:
         self.flights = InFlight(count)
         self.ranks = RankExperience(self.model)
         self.classes = ClassExperience(count)
-        self.experience = TrafficExperience(cluster.model, self.model.state, limit_multiplier)
+        self.experience = TrafficExperience(cluster.model, self.model.state, limit_multiplier, head_start_s)
         self.rate_5s, self.rate_60s = ArrivalRate(5.0), ArrivalRate(60.0)
         self.is_draining = np.zeros(count, np.bool_)
         self.is_parked = np.array(cluster.parked, np.bool_)
@@ -213,12 +216,12 @@ class Telemetry:
             self.cluster.limits.kv_block_tokens, ints, floats,
         )  # fmt: skip
         waiting = ints[I_WAITING]
-        is_up = is_alive & ~self.is_parked
+        is_up, is_draining, accepts = availability(self.is_parked, ~is_alive, self.is_draining, breaker_allows, waiting, self._queue_limit)
         return ClusterSnapshot(
             now_s=now_s,
             is_up=is_up,
-            accepts=is_up & ~self.is_draining & breaker_allows & (waiting < self._queue_limit),
-            is_draining=self.is_draining.copy(),
+            accepts=accepts,
+            is_draining=is_draining,
             running=ints[I_RUNNING],
             waiting=waiting,
             running_limit=self._running_limit,

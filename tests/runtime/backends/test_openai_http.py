@@ -13,7 +13,8 @@ from envs.decision.circuit_breaker import State
 from runtime.backends.interface import BackendBusy, BackendFault, BadCall, Begun
 from runtime.backends.load_metrics import load_of
 from runtime.calls import Refusal
-from runtime.scheduling.dispatcher import Dispatcher, DispatchSettings
+from runtime.scheduling.dispatch_settings import DispatchSettings
+from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.telemetry import Telemetry
 from runtime.torch_tp.requests import SamplingSettings
 from tests.runtime.backends.backend_kinds import WithServer

@@ -12,7 +12,8 @@ from envs.scenario.cluster_file import load_cluster
 from envs.scenario.cluster_spec import ClusterLimits, ClusterSpec
 from runtime.backends.interface import NOTHING, BackendBusy, BackendFault, BadCall, Begun, GroupReport
 from runtime.calls import Call, Piece
-from runtime.scheduling.dispatcher import Dispatcher, DispatchSettings
+from runtime.scheduling.dispatch_settings import DispatchSettings
+from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.telemetry import Telemetry
 from runtime.torch_tp.requests import SamplingSettings
 
@@ -124,10 +125,10 @@ async def with_service(service: Dispatcher, body) -> None:
     await service.start()
     try:
         await asyncio.sleep(0)
-        while not service._is_up.all():
+        while not service.groups.alive().all():
             await asyncio.sleep(0.001)
         await body(service)
-        assert service.in_flight == 0 and service.held == 0
+        assert service.in_flight == 0 and service.held_calls.count == 0
         assert service.retries.active == 0 and service.retries.retrying == 0
         assert service.telemetry.flights.residents().ints.size == 0
     finally:

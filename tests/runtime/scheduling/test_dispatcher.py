@@ -11,7 +11,7 @@ import pytest
 from envs.decision.circuit_breaker import State
 from runtime.backends.interface import GroupReport, RankTimes
 from runtime.calls import Refusal
-from runtime.scheduling.dispatcher import DispatchSettings
+from runtime.scheduling.dispatch_settings import DispatchSettings
 from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, collect, dispatcher, with_service
 
 QUICK = DispatchSettings(first_token_floor_s=0.4, silence_slack_s=0.4, hold_max_s=0.5, restart_s=0.05)

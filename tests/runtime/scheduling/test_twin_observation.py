@@ -14,7 +14,7 @@ from envs.perf_model import step_time as ST
 from runtime.backends.emulated_kernel import KernelSettings
 from runtime.backends.interface import GroupReport, RankTimes
 from runtime.backends.kernel_report import KernelReader
-from runtime.scheduling.online_scheduler import Question, route_point
+from runtime.scheduling.online_scheduler import Question, point_of
 from runtime.scheduling.telemetry import Telemetry
 from tests.envs import small_worlds as W
 
@@ -86,7 +86,7 @@ class Mirror:
         request = point.request
         fits = telemetry.kv_tokens >= process._tokens_max[request.request_id]
         question = Question(request, fits, frozenset(), bool(point.mask[groups]), point.hits)
-        ours = route_point(view, question, telemetry.experience.tables)
+        ours = point_of(question, view, telemetry.experience.tables)
         assert (ours.mask == point.mask).all()
         return encode(ours, groups + 2)
 
