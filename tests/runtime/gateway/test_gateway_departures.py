@@ -128,10 +128,13 @@ def test_pipelined_requests_are_answered_in_turn(service):
 def test_a_dispatcher_that_clings_to_its_work_is_told_once(service):
     """One that swallows its cancellation and goes on is closed all the same; the request still ends."""
 
+    told = []
+
     async def stubborn(call: Call):
         try:
             await asyncio.sleep(3600.0)
         except asyncio.CancelledError:
+            told.append(call.call_id)
             yield Piece(0, 97, "a")
             yield Piece(1, None, "", None, "stop", 3, 1)
 
@@ -140,6 +143,7 @@ def test_a_dispatcher_that_clings_to_its_work_is_told_once(service):
     wait_until(lambda: service.dispatcher.open_calls == 1)
     connection.close()
     wait_until(lambda: service.metrics.in_flight == 0, 2.0)
+    assert len(told) == 1
 
 
 def test_a_client_that_never_reads_is_let_go_after_its_deadline(service, monkeypatch):
