@@ -32,7 +32,9 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _OneLineParser(prog="python -m runtime", description="Real ranks of this machine.")
+    parser = _OneLineParser(
+        prog="python -m runtime", description="Serve the OpenAI API over groups of ranks; measure the ranks of this machine."
+    )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_OneLineParser, metavar="COMMAND")
     add_arguments(commands.add_parser("serve", help="the OpenAI API over groups of ranks, decided by an exported policy"))
     calibrate = commands.add_parser("calibrate", help="measure the local ranks, fit the performance model, write a cluster file")

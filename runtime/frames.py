@@ -1,4 +1,4 @@
-"""Messages between processes of the service: a length, then msgpack, over a socket pair."""
+"""Frames on a socket between our own processes: 4 bytes of length, then msgpack."""
 
 from __future__ import annotations
 
@@ -12,26 +12,37 @@ FRAME_BYTES_MAX = 64 * 2**20
 _LENGTH = struct.Struct("!I")
 
 
-def frame(message: list[Any]) -> bytes:
-    payload: bytes = msgpack.packb(message, use_bin_type=True)
+def framed(payload: bytes) -> bytes:
+    """`payload` behind its length."""
     return _LENGTH.pack(len(payload)) + payload
 
 
-class FrameCutter:
-    """Cuts messages from whatever pieces a stream delivers. Raises: ValueError for what is none of ours."""
+def frame(message: list[Any]) -> bytes:
+    return framed(msgpack.packb(message, use_bin_type=True))
 
-    def __init__(self) -> None:
+
+class FrameCutter:
+    """Cuts frames from whatever pieces a stream delivers; holds one unfinished frame. Raises: ValueError for what is none of ours."""
+
+    def __init__(self, bytes_max: int = FRAME_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[list[Any]]:
+    def payloads(self, data: bytes) -> Iterator[bytes]:
+        """What is in every frame that is complete with `data`."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > FRAME_BYTES_MAX:
-                raise ValueError(f"frame announces {length} bytes, at most {FRAME_BYTES_MAX} are allowed")
+            if length > self._bytes_max:
+                raise ValueError(f"frame announces {length} bytes, at most {self._bytes_max} are allowed; is this one of our processes?")
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return
             payload = bytes(self._buffer[_LENGTH.size : end])
             del self._buffer[:end]
+            yield payload
+
+    def feed(self, data: bytes) -> Iterator[list[Any]]:
+        """The messages of `frame` that are complete with `data`."""
+        for payload in self.payloads(data):
             yield msgpack.unpackb(payload, raw=False)

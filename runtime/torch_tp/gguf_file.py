@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import time
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from runtime.torch_tp.config import CheckpointError
-from runtime.torch_tp.model_cache import cached_folder
+from runtime.torch_tp.model_cache import WAIT_FOR_OTHER_S, cached_folder
+from runtime.torch_tp.parent_death import die_with_parent
 from runtime.torch_tp.safetensors_writer import write_float32
 
 logger = logging.getLogger(__name__)
@@ -44,14 +48,28 @@ MODEL_TENSORS: dict[str, str] = {
 
 def converted(path: Path) -> Path:
     """The cached directory made from this file, converted first if need be. Raises CheckpointError for what cannot be read."""
-    return cached_folder(path, CONVERSION_VERSION, lambda folder: convert(path, folder))
+    return cached_folder(path, CONVERSION_VERSION, lambda folder: _convert_apart(path, folder))
+
+
+def _convert_apart(path: Path, folder: Path) -> None:
+    """`convert` in a process of its own: it takes several times the model's size, which a gateway or a rank must not keep."""
+    command = [sys.executable, "-m", "runtime.torch_tp.gguf_file", str(path.resolve()), str(folder.resolve()), str(os.getpid())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_FOR_OTHER_S, check=False, cwd=tempfile.gettempdir())
+    except subprocess.TimeoutExpired as error:
+        raise CheckpointError(f"{path}: not converted within {WAIT_FOR_OTHER_S:.0f} s") from error
+    if done.returncode == 2:
+        raise CheckpointError(done.stderr.strip())
+    if done.returncode != 0:
+        raise CheckpointError(f"{path}: its conversion ended with code {done.returncode}: {' '.join(done.stderr.split())[-300:]}")
+    for line in done.stderr.splitlines():
+        logger.warning("converted path=%s: %s", path, line)
 
 
 def convert(path: Path, folder: Path) -> None:
     """Write config.json, model.safetensors (float32) and the tokenizer of a GGUF file into `folder`."""
     from gguf import GGUFReader  # here: only a conversion needs it
 
-    started_s = time.monotonic()
     try:
         reader = GGUFReader(path)
     except (ValueError, OSError, IndexError, KeyError) as error:
@@ -64,7 +82,6 @@ def convert(path: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     _write_tokenizer(fields, path, folder)
     _write_weights(reader, config, path, folder / "model.safetensors")
-    logger.info("converted path=%s took_s=%.1f", path, time.monotonic() - started_s)
 
 
 def _write_tokenizer(fields: dict[str, Any], path: Path, folder: Path) -> None:
@@ -169,3 +186,18 @@ def _unpermuted(name: str, array: np.ndarray, config: dict[str, Any]) -> np.ndar
     heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
     pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
     return pairs.swapaxes(1, 2).reshape(array.shape)
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m runtime.torch_tp.gguf_file FILE.gguf EMPTY_DIRECTORY PARENT`; 2 and one line on stderr for what cannot be read."""
+    die_with_parent(int(arguments[2]))
+    try:
+        convert(Path(arguments[0]), Path(arguments[1]))
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

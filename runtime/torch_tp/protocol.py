@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hmac
 import socket
-import struct
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -20,9 +19,9 @@ from typing import Any
 
 import msgpack
 
+from runtime.frames import FRAME_BYTES_MAX, FrameCutter, framed
+
 PROTOCOL_VERSION = 2
-FRAME_BYTES_MAX = 64 * 2**20
-_LENGTH = struct.Struct("!I")
 
 
 class Kind(IntEnum):
@@ -152,28 +151,22 @@ def encode(message: Message) -> bytes:
     payload: bytes = msgpack.packb(fields, default=_plain)
     if len(payload) > FRAME_BYTES_MAX:
         raise ProtocolError(f"{message.kind.name} of {len(payload)} bytes is over {FRAME_BYTES_MAX}; move bulk data by the communicator")
-    return _LENGTH.pack(len(payload)) + payload
+    return framed(payload)
 
 
 class FrameReader:
     """Cuts messages from whatever pieces a stream delivers; holds at most one unfinished frame."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._cutter = FrameCutter(FRAME_BYTES_MAX)
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield every message that is complete with `data`. Raises: ProtocolError for anything that is none of ours."""
-        self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > FRAME_BYTES_MAX:
-                raise ProtocolError(f"frame announces {length} bytes, at most {FRAME_BYTES_MAX} are allowed; is this one of our workers?")
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                return
-            payload = bytes(self._buffer[_LENGTH.size : end])
-            del self._buffer[:end]
-            yield _message(payload)
+        try:
+            for payload in self._cutter.payloads(data):
+                yield _message(payload)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
 
 
 def _message(payload: bytes) -> Message:

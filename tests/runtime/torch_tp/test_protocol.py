@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.domain.plans import LayerPlans, SplitPlan
+from runtime.frames import FRAME_BYTES_MAX
 from runtime.torch_tp.orders import Configuration, Failure, Hello, Prepared, PrepareOrder, StepDone, StepOrder, SwitchOrder
 from runtime.torch_tp.protocol import (
-    FRAME_BYTES_MAX,
     FrameReader,
     Kind,
     Message,
