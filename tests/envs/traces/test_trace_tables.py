@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import time
 import tracemalloc
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -180,12 +182,16 @@ def test_window_and_limit_while_loading(write: Write):
 def test_azure_conversation_loads_fast_and_is_the_published_trace(shared: Path):
     """19,366 rows, 3,502 s, 5.53 req/s, CV 1.09, input 1,155 / 1,020 / 4,142, output 211 / 129 / 601 (traces/README)."""
     path = shared / "traces" / "azure2023" / "AzureLLMInferenceTrace_conv.csv"
-    took_s = []
-    for _ in range(3):
-        start_s = time.perf_counter()
+    ours_s, plain_s = [], []
+    for _ in range(3):  # CPU time against the plainest reader, turn about: the machine's speed and neighbours fall out
+        start_s = time.process_time()
         table = load_trace(path)
-        took_s.append(time.perf_counter() - start_s)
-    assert min(took_s) < 0.3, "best of three, so that a busy neighbour does not count"
+        ours_s.append(time.process_time() - start_s)
+        start_s = time.process_time()
+        with open(path, newline="") as file:
+            assert len([(datetime.fromisoformat(a[:26]), int(b), int(c)) for a, b, c in list(csv.reader(file))[1:]]) == 19_366
+        plain_s.append(time.process_time() - start_s)
+    assert min(ours_s) < 7 * min(plain_s)  # 3 to 5 when this was written: checks, reports and columns of every row
     gaps_s = np.diff(table.arrival_s)
     assert len(table) == 19_366 and table.span_s == pytest.approx(3502, abs=1) and table.rate_per_s == pytest.approx(5.53, abs=0.01)
     assert gaps_s.std() / gaps_s.mean() == pytest.approx(1.09, abs=0.01)
