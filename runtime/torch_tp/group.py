@@ -10,6 +10,8 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
+from itertools import count
 from typing import Any
 
 from envs.decision.detection import FailureKind
@@ -62,6 +64,7 @@ class Group:
         self._nursery, self._on_change, self._now_s = nursery, on_change, now_s
         self._meeting = MeetingPlace(settings, ranks)
         self._rounds = Rounds()
+        self._numbers = count(1)  # of orders that are no steps
         self._blame = Blame()
         self._is_whole = False  # whether every member of this epoch has come to be
         self._unreported: GroupRebuilt | None = None
@@ -157,11 +160,13 @@ class Group:
         if failure.of == Kind.LOAD:
             self._lose(link.worker, FailureKind.RANK_KILLED, failure.detail)
             return
-        order = self._rounds.get(ANSWERS.get(Kind(failure.of), Kind.DIE))
-        if failure.of == Kind.PREPARE and (order is None or not failure.is_peer):  # of several that fail alike, the first ends the order
-            self._rounds.fail(GroupError(f"plan not prepared, nothing has changed: worker {link.worker}: {failure.detail}"), (Kind.READY,))
+        order = self._rounds.awaited(link.worker, ANSWERS.get(Kind(failure.of), Kind.DIE), message.step)
+        if failure.of == Kind.PREPARE and (order is None or not failure.is_peer):
+            if order is not None:  # of several that fail alike the first ends it, the others are late answers to an order given up
+                error = GroupError(f"plan not prepared, nothing has changed: worker {link.worker}: {failure.detail}")
+                self._rounds.fail(error, (Kind.READY,))
             return
-        if order is None or link.worker not in order.waiting:  # it is not what we think it is
+        if order is None:  # it is not what we think it is
             self._lose(link.worker, FailureKind.RANK_KILLED, f"failed at what needs no answer: {failure.detail}")
             return
         order.waiting.discard(link.worker)
@@ -214,7 +219,7 @@ class Group:
             link.standing = Standing.MEMBER
         configuration = self._configuration(links, address, takes_over)
         deadline_s = self._now_s() + self.settings.configure_deadline_s
-        self._rounds[Kind.CONFIGURED] = Round(set(workers), Future(), self._on_configured, deadline_s)
+        self._rounds[Kind.CONFIGURED] = Round(0, set(workers), Future(), self._on_configured, deadline_s)
         self._tell(links, Message(Kind.CONFIGURE, self.epoch, self.plans.newest.version, body=configuration))
 
     @property
@@ -286,7 +291,7 @@ class Group:
             if message.epoch == self.epoch or failure.of == Kind.LOAD:
                 self._on_failure(link, message, failure)
         elif message.epoch == self.epoch:
-            order = self._rounds.answered(link.worker, message.kind, message.body)
+            order = self._rounds.answered(link.worker, message.kind, message.step, message.body)
             if order is not None and not order.waiting and not self._blame.is_pending:
                 self._rounds.settle(message.kind)
 
@@ -303,9 +308,10 @@ class Group:
         if ANSWERS[kind] in self._rounds:
             raise GroupError(f"a {kind.name} is under way already")
         members = self._members()
-        order = Round({link.worker for link in members}, future, finish, self._now_s() + deadline_s, command=command)
+        number = next(self._numbers) if command is None else command.step
+        order = Round(number, {link.worker for link in members}, future, finish, self._now_s() + deadline_s, command=command)
         self._rounds[ANSWERS[kind]] = order
-        self._tell(members, Message(kind, self.epoch, self.plans.newest.version, 0 if command is None else command.step, body))
+        self._tell(members, Message(kind, self.epoch, self.plans.newest.version, number, body))
 
     def _tell(self, links: Sequence[WorkerLink], order: Message) -> None:
         """Send what is to be answered: from now on they owe a sign of progress."""
@@ -322,7 +328,7 @@ class Group:
         self.raise_unreported()
         began_s = self._now_s()
         deadline_s = began_s + self.settings.step_deadline_s
-        order = Round(set(), future, lambda answers: self._finish_step(command, began_s, answers), deadline_s, command=command)
+        order = Round(command.step, set(), future, partial(self._finish_step, command, began_s), deadline_s, command=command)
         if self._needs_regroup or Kind.CONFIGURED in self._rounds:  # the rebuild under way ends this step, or begins it
             self._rounds[Kind.DONE] = order
         else:
