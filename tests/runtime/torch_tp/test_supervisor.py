@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -359,7 +359,7 @@ def test_a_plan_that_could_not_be_prepared_is_not_held_against_a_later_loss(drea
 class LateAnswers(Group):
     """Gets what ranks 1 and 2 say of the first PREPARE only while the second is under way."""
 
-    held: list[tuple[WorkerLink, Message]] = []
+    held: ClassVar[list[tuple[WorkerLink, Message]]] = []
     is_holding = True
 
     def on_message(self, link: WorkerLink, message: Message) -> None:
