@@ -373,7 +373,9 @@ class LateAnswers(Group):
         if kind is Kind.PREPARE and self.held:
             LateAnswers.is_holding = False
             for link, message in self.held:
-                self.on_message(link, replace(message, kind=Kind.READY, body=[[7], 0, 0, 0.0]))  # as if that rank had been able to
+                self.on_message(
+                    link, replace(message, kind=Kind.READY, body={"moves": [7], "weight_bytes": 0, "kv_bytes": 0, "seconds": 0.0})
+                )  # as if that rank had been able to
                 self.on_message(link, message)
 
 
