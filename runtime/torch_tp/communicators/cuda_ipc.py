@@ -71,7 +71,7 @@ class CudaIpcCommunicator:
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Done at once: ranks of one device have nothing to overlap a sum with."""
         self.all_reduce(tensor)
-        return Done()
+        return Done(None)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [part.to(self._device) for part in self._host.all_gather(tensor.cpu())]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+Result = TypeVar("Result")
 KINDS = ("auto", "shm", "tcp", "gloo", "nccl", "cuda_ipc", "hierarchical")
 
 
@@ -69,11 +70,14 @@ class Communicator(Protocol):
         ...
 
 
-class Done:
-    """A Pending whose sum is already there."""
+@dataclass(frozen=True, slots=True)
+class Done(Generic[Result]):
+    """A Pending (or PendingSwap) whose result is already there."""
 
-    def wait(self) -> None:
-        return None
+    result: Result
+
+    def wait(self) -> Result:
+        return self.result
 
 
 @dataclass(frozen=True, slots=True)
