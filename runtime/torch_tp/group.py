@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -39,7 +38,7 @@ CHANGES_KEPT = 256
 
 
 class Group:
-    """started: the first change; changed: told of every change and of every worker that is loaded."""
+    """started: the first change; changes: the latest ones, oldest first."""
 
     def __init__(
         self,
@@ -57,7 +56,6 @@ class Group:
         self.steps = StepAccount([rank.speed for rank in ranks], settings.overlap)
         self.plans = GroupPlans(self.steps.profile, settings.buddy_kv)
         self.started: Future[GroupChange] = Future()
-        self.changed = threading.Condition()
         self.changes: list[GroupChange] = []
         self.epoch = 0
         self.members: tuple[int, ...] = ()
@@ -121,8 +119,6 @@ class Group:
 
     def on_loaded(self, link: WorkerLink, loaded: Loaded) -> None:
         """From the roster."""
-        with self.changed:
-            self.changed.notify_all()
         self.plans.model = self.steps.model = self.plans.model or loaded.model
         self._start_if_all_came()
 
@@ -248,9 +244,7 @@ class Group:
         )  # fmt: skip
         is_first = not self.changes
         self._is_whole = True
-        with self.changed:
-            self.changes = [*self.changes[1 - CHANGES_KEPT :], change]
-            self.changed.notify_all()
+        self.changes = [*self.changes[1 - CHANGES_KEPT :], change]
         detail = self._blame.detail or "; ".join(f"worker {lost.worker} lost: {lost.detail}" for lost in change.lost)
         self._lost, self._joining, self._keeps_kv, self._blame.detail = [], (), False, ""
         if is_first:

@@ -80,6 +80,18 @@ class Done(Generic[Result]):
         return self.result
 
 
+class Ending:
+    """A Pending that ends by a call, the first time that it is waited for."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
+
+    def wait(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
     """All that a communicator needs to know to be built; see `build_communicator`."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from runtime.torch_tp.communicators import shared_flags as flags
-from runtime.torch_tp.communicators.interface import GroupSettings, Pending
+from runtime.torch_tp.communicators.interface import Ending, GroupSettings, Pending
 from runtime.torch_tp.communicators.rank_order import sum_in_rank_order
 from runtime.torch_tp.communicators.segments import Segment, shorten_naps
 from runtime.torch_tp.communicators.shared_mailboxes import Mailboxes
@@ -161,7 +161,7 @@ class Lane:
             if not self._open or self._open[-1].is_published:
                 started.publish()
             self._open.append(started)
-            return _Started(self, started)
+            return Ending(lambda: self.finish(started))
 
     def _begin(self, tensor: Tensor) -> _Sum:
         kind = _Sum if tensor.dtype in _WIDTHS else _OtherSum
@@ -312,16 +312,6 @@ class _OtherSum(_Sum):
             lane.release(sequence)
         if self._work is not self._target:
             self._target.copy_(self._work)
-
-
-class _Started:
-    """The Pending of a started sum."""
-
-    def __init__(self, lane: Lane, started: _Sum) -> None:
-        self._lane, self._started = lane, started
-
-    def wait(self) -> None:
-        self._lane.finish(self._started)
 
 
 class SharedMemoryCommunicator:

@@ -44,6 +44,14 @@ def group(dreams: Path, nursery: Nursery, *speeds: float) -> Supervisor:
     return supervisor
 
 
+def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    """Wait for something that another thread brings about."""
+    end_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end_s, "did not come about"
+        time.sleep(0.005)
+
+
 def once_at(step: int, act: Callable[[Driver], None]) -> Callable[[Driver], None]:
     """`act` before the first step that comes after `step` steps."""
     done: list[bool] = []
@@ -119,7 +127,7 @@ def test_a_rank_lost_while_idle_is_noticed_without_a_step(dreams, nursery, undis
         assert pid is not None
         os.kill(pid, number)
         limit_s = 1.0 if number == signal.SIGKILL else 3.0
-        assert supervisor.await_change(epoch=2, deadline_s=20.0)
+        until(lambda: supervisor.changes[-1].epoch >= 2)
         change = supervisor.changes[-1]
         assert change.members == (1,)
         assert change.lost[0].silent_s <= limit_s
@@ -214,7 +222,7 @@ def test_a_lost_rank_comes_back_and_no_slot_is_filled_again(dreams, nursery, und
         elif driver.run.steps == 8 and seen == ["kill"]:
             seen.append("respawn")
             supervisor.respawn(1)
-            assert supervisor.await_spare(1, deadline_s=60.0)
+            until(lambda: 1 in supervisor.spares, 60.0)
             change = supervisor.join([1])
             assert change.keeps_kv and change.members == (0, 1)
             assert supervisor.plan.layers[0].query_heads == (4, 0)
@@ -386,10 +394,7 @@ def test_late_answers_to_an_order_given_up_are_not_taken_for_those_to_the_next(d
 
     def act(driver: Driver) -> None:
         assert driver.supervisor.prepare(PrepareOrder(moves=(0,), to_version=99)).exception(20.0) is not None
-        end_s = time.monotonic() + 20.0
-        while len(LateAnswers.held) < 2:
-            assert time.monotonic() < end_s, "not all ranks failed"
-            time.sleep(0.002)
+        until(lambda: len(LateAnswers.held) == 2)
         prepared.append(driver.supervisor.prepare(PrepareOrder(driver.supervisor.next_plan((1.0, 2.0, 3.0)))).result(20.0))
 
     with Supervisor(dreams, [RankSettings()] * 3, SETTINGS, nursery=nursery) as supervisor:
