@@ -61,7 +61,8 @@ class KvMover:
     def begin(
         self, slots: Sequence[int], shadow_of: Callable[[int], int], to_version: int, room_of: Callable[[int], int]
     ) -> tuple[int, ...]:
-        """Take shadows for as many of `slots` as there is room for; returns those."""
+        """Take shadows for as many of `slots` as there is room for; returns those. room_of: a slot's tokens_max, now and at the end."""
+        self._room_of = room_of
         for slot in slots:
             try:
                 self._kv.allocate(shadow_of(slot), to_version, room_of(slot))
@@ -78,10 +79,11 @@ class KvMover:
 
     def finish(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Bring the shadows of `slots` up to date and put them in the place of their slots; drop the others. Returns: the slots moved,
-        which are those that were neither given up nor refilled since `begin`."""
+        which are those that were neither given up nor refilled since `begin`, and for which there is room where they have grown."""
         moved: list[int] = []
         for shadow in self._shadows:
-            if shadow.slot in slots and self._generation_of(shadow.slot) == self._generations[shadow.slot]:
+            is_same = self._generation_of(shadow.slot) == self._generations[shadow.slot]
+            if shadow.slot in slots and is_same and self._has_grown_with(shadow):
                 self._copy(shadow, shadow.tokens, self._kv.length(shadow.slot), at_switch=True)
                 with self._lock:
                     self._kv.move(shadow.shadow, shadow.slot)
@@ -90,6 +92,15 @@ class KvMover:
                 self._kv.release(shadow.shadow)
         self._shadows.clear()
         return tuple(moved)
+
+    def _has_grown_with(self, shadow: _Shadow) -> bool:
+        """Give a shadow the room that its slot has by now; False where there is none, alike on every rank."""
+        try:
+            with self._lock:
+                self._kv.grow(shadow.shadow, self._room_of(shadow.slot))
+        except KvFull:
+            return False
+        return True
 
     def _copy(self, shadow: _Shadow, start: int, end: int, *, at_switch: bool = False) -> None:
         if end <= start:
