@@ -364,8 +364,10 @@ def test_a_plan_that_could_not_be_prepared_is_not_held_against_a_later_loss(drea
         assert supervisor.changes[-1].members == (0, 2) and supervisor.changes[-1].keeps_kv and not run.rebuilt
 
 
-def test_slots_that_grow_while_their_kv_is_copied_move_all_the_same(dreams, nursery, undisturbed):
+@pytest.mark.parametrize("up_to_date_s", [60.0, 0.0], ids=["copied once", "brought up to date"])
+def test_slots_that_grow_while_their_kv_is_copied_move_all_the_same(dreams, nursery, undisturbed, monkeypatch, up_to_date_s):
     """With portions of one token every slot grows in every step; once the copies kept the room of the moment at which they began."""
+    monkeypatch.setattr("runtime.torch_tp.resplit.UP_TO_DATE_S", up_to_date_s)
     plans = [(1.0, 3.0), (3.0, 1.0), (1.0, 3.0), (3.0, 1.0)]
 
     def before_step(driver: Driver) -> None:
