@@ -15,12 +15,13 @@ import uvloop
 from agents.policy_bundle import BundleError, load_bundle
 from envs.scenario.scenario_error import ScenarioError
 from runtime.backends.emulated_kernel import KernelSettings, kernel_of, kv_tokens, plan_of
-from runtime.gateway.app import make_app
+from runtime.gateway.app import make_app, version
 from runtime.gateway.server import listen, make_server
 from runtime.scheduling.metrics import SchedulingMetrics
 from runtime.scheduling.policy_process import check_fits, wanted_of
 from runtime.service import Service
 from runtime.service_config import ServiceConfig, load_service
+from runtime.tracing.tracer import Tracer
 
 DEMONSTRATION = Path(__file__).with_name("demonstration") / "service.yaml"
 
@@ -66,6 +67,8 @@ def explain(config: ServiceConfig) -> tuple[str, bool]:
         except BundleError as error:
             fits, text = False, f"refused: {error}; {config.dispatch.heuristic} would decide"
     lines.append(f"policy: {text}")
+    if config.tracing is not None:
+        lines.append(f"traces: to {config.tracing.url}, share {config.tracing.share:g} of requests that bring no trace of their own")
     lines.append(f"listens on {config.host}:{config.port}; {'API keys' if config.gateway.api_keys else 'no API keys'}")
     return "\n".join(lines), fits
 
@@ -74,7 +77,8 @@ async def serve(config: ServiceConfig) -> int:
     listening = listen(config.host, config.port)
     port = listening.getsockname()[1]
     service = Service(config)
-    app = make_app(service, config.gateway)
+    tracer = Tracer(config.tracing, version()) if config.tracing is not None else None
+    app = make_app(service, config.gateway, tracer=tracer)
     app.state.metrics.registry.register(SchedulingMetrics(service.dispatcher))
     server = make_server(app, config.host, port, drain_s=config.drain_s)
     # uvicorn would raise the signal again at its end, before the groups are closed
@@ -95,6 +99,8 @@ async def serve(config: ServiceConfig) -> int:
         with contextlib.suppress(asyncio.CancelledError):
             await starting
         await service.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
     return 0
 
 

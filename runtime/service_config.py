@@ -18,6 +18,7 @@ from envs.scenario.validation import validate
 from envs.scenario.yaml_text import read_yaml
 from runtime.gateway.settings import GatewaySettings
 from runtime.scheduling.dispatch_settings import DispatchSettings
+from runtime.tracing.tracer import DEFAULT_ENDPOINT, TracingSettings
 
 
 class Entry(BaseModel):
@@ -63,10 +64,19 @@ class SchedulerEntry(Entry):
     outside_max: int = Field(default=0, ge=0)
 
 
+class TracingEntry(Entry):
+    """Present, even empty: requests are traced. endpoint: of an OTLP/HTTP collector. share: of requests without a caller's trace that are
+    traced. timeout_s: what the collector gets for a batch."""
+
+    endpoint: str = DEFAULT_ENDPOINT
+    share: float = Field(default=1.0, ge=0, le=1)
+    timeout_s: float = Field(default=5.0, gt=0, le=60)
+
+
 class ServiceEntry(Entry):
     """A whole service file. cluster: file (beside this one) or ready cluster. groups: by the cluster file's names; those not named are
     emulated. dispatch, gateway: fields of DispatchSettings and GatewaySettings. api_keys_env: environment variable with keys, comma
-    between. drain_s: what streams get to end after SIGTERM."""
+    between. drain_s: what streams get to end after SIGTERM. tracing: none."""
 
     cluster: str | None = None
     bundle: str | None = None
@@ -79,6 +89,7 @@ class ServiceEntry(Entry):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     drain_s: int = Field(default=30, ge=0, le=3600)
+    tracing: TracingEntry | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +107,7 @@ class ServiceConfig:
     host: str
     port: int
     drain_s: int
+    tracing: TracingSettings | None = None
 
 
 def load_service(config: Path | None, cluster: str | None = None, bundle: str | None = None, **overrides: Any) -> ServiceConfig:
@@ -120,8 +132,17 @@ def load_service(config: Path | None, cluster: str | None = None, bundle: str | 
     return ServiceConfig(
         spec, bundle or _beside(config, entry.bundle), entry.model.name or spec.model.name, _model_path(config, entry.model.path), groups,
         entry.scheduler, dispatch, gateway, overrides.get("host") or entry.host,
-        entry.port if overrides.get("port") is None else overrides["port"], entry.drain_s,
+        entry.port if overrides.get("port") is None else overrides["port"], entry.drain_s, _tracing(source, entry.tracing),
     )  # fmt: skip
+
+
+def _tracing(source: str, entry: TracingEntry | None) -> TracingSettings | None:
+    if entry is None:
+        return None
+    try:
+        return TracingSettings(entry.endpoint, entry.share, entry.timeout_s)
+    except ValueError as error:
+        raise ScenarioError(f"{source}: tracing: {error}") from error
 
 
 def _beside(config: Path | None, name: str | None) -> str | None:

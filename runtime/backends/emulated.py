@@ -25,9 +25,10 @@ from envs.group_kernel.queue import take_out
 from envs.scenario.cluster_spec import ClusterLimits
 from runtime.backends.emulated_kernel import KernelSettings, kernel_of, kv_tokens, slow_down
 from runtime.backends.interface import NOTHING, BackendBusy, BackendFault, BadCall, Begun, GroupReport
-from runtime.backends.kernel_report import KernelReader
+from runtime.backends.kernel_report import KernelReader, times_of_record
 from runtime.backends.synthetic_text import SyntheticDecoder, SyntheticText
 from runtime.calls import Call, Piece
+from runtime.request_notes import AnswerTimes
 from runtime.torch_tp.stop_strings import AnswerText
 
 logger = logging.getLogger(__name__)
@@ -222,7 +223,7 @@ class EmulatedBackend:
             if inside is None or inside.is_over:
                 continue
             if row[L.RI_KIND] == L.RECORD_COMPLETED:
-                self._hand_over(inside, int(row[L.RI_GENERATED]))
+                self._hand_over(inside, int(row[L.RI_GENERATED]), times_of_record(row, state.record_float[index]))
             inside.is_over = True
             if row[L.RI_KIND] == L.RECORD_TOO_LARGE:
                 inside.error = BadCall(f"{self.name}: larger than the KV pool", reason="too_long")
@@ -231,8 +232,8 @@ class EmulatedBackend:
             inside.changed.set()
         state.record_count[0] = 0
 
-    def _hand_over(self, inside: _Inside, generated: int) -> None:
-        """Pieces of the tokens up to the `generated`-th of this attempt."""
+    def _hand_over(self, inside: _Inside, generated: int, times: AnswerTimes | None = None) -> None:
+        """Pieces of the tokens up to the `generated`-th of this attempt; times: of an answer that is whole."""
         upto = min(inside.first + generated, len(inside.answer))
         if inside.sent >= upto or inside.text.matched is not None:
             return
@@ -245,7 +246,7 @@ class EmulatedBackend:
             elif index + 1 == len(inside.answer):
                 text += inside.text.finish()
                 reason = inside.answer.finish_reason if inside.text.matched is None else "stop"
-            ends = (call.prompt_tokens, index + 1) if reason else (None, None)
+            ends = (call.prompt_tokens, index + 1, times) if reason else ()
             inside.pieces.append(Piece(index, token, text, None, reason, *ends))
             if reason is not None:
                 break

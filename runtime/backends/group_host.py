@@ -15,10 +15,13 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
 from runtime.backends import group_messages as M
 from runtime.backends.interface import GroupReport, RankTimes
 from runtime.calls import Piece
 from runtime.frames import FrameCutter, frame
+from runtime.request_notes import AnswerTimes
 from runtime.torch_tp.engine import Engine, EngineSettings
 from runtime.torch_tp.parent_death import die_with_parent
 from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent
@@ -141,7 +144,13 @@ class GroupHost:
 
 def piece_of_event(event: TokenEvent) -> Piece:
     report = event.report
-    ends = (None, None) if report is None else (report.prompt_tokens, report.output_tokens)
+    if report is None:
+        return Piece(event.index, event.token, event.text, event.logprobs, event.finish_reason)
+    spans_s = np.diff((report.arrival_s, report.admitted_s, report.first_token_s, report.finish_s))
+    times = None
+    if np.isfinite(spans_s).all():
+        times = AnswerTimes(*spans_s.tolist(), report.parts, report.preemptions, report.hit_tokens)
+    ends = report.prompt_tokens, report.output_tokens, times
     return Piece(event.index, event.token, event.text, event.logprobs, event.finish_reason, *ends)
 
 

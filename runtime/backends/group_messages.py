@@ -8,6 +8,7 @@ from typing import Any
 
 from runtime.backends.interface import NOTHING, Begun, CallProgress, GroupReport, RankTimes
 from runtime.calls import Call, Piece
+from runtime.request_notes import AnswerTimes
 from runtime.torch_tp.requests import GenerationRequest, SamplingSettings, TokenLogprobs
 
 START, SUBMIT, CANCEL, PROBE, STRIKE, STOP = "start", "submit", "cancel", "probe", "strike", "stop"
@@ -54,13 +55,15 @@ def request_of(message: Sequence[Any]) -> GenerationRequest:
 
 def piece_to_wire(number: int, piece: Piece) -> list[Any]:
     logprobs = None if piece.logprobs is None else [piece.logprobs.chosen, [list(pair) for pair in piece.logprobs.top]]
-    return [PIECE, number, piece.index, piece.token, piece.text, logprobs, piece.finish_reason, piece.prompt_tokens, piece.output_tokens]
+    message = [PIECE, number, piece.index, piece.token, piece.text, logprobs, piece.finish_reason, piece.prompt_tokens, piece.output_tokens]
+    return message if piece.times is None else [*message, asdict(piece.times)]
 
 
 def piece_of(message: Sequence[Any]) -> Piece:
-    _, _, index, token, text, logprobs, reason, prompt_tokens, output_tokens = message
+    _, _, index, token, text, logprobs, reason, prompt_tokens, output_tokens, *rest = message
     found = None if logprobs is None else TokenLogprobs(logprobs[0], tuple((int(t), float(p)) for t, p in logprobs[1]))
-    return Piece(index, token, text, found, reason, prompt_tokens, output_tokens)
+    times = AnswerTimes(**{**rest[0], "parts": tuple(rest[0]["parts"])}) if rest else None
+    return Piece(index, token, text, found, reason, prompt_tokens, output_tokens, times)
 
 
 def report_to_wire(report: GroupReport) -> list[Any]:

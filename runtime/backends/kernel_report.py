@@ -10,6 +10,7 @@ from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
 from runtime.backends.emulated_kernel import measured_times
 from runtime.backends.interface import CallProgress, GroupReport, RankTimes
+from runtime.request_notes import AnswerTimes
 
 
 class KernelReader:
@@ -56,3 +57,9 @@ class KernelReader:
             rank_times=times,
             progress=progress,
         )
+
+
+def times_of_record(ints: np.ndarray, floats: np.ndarray) -> AnswerTimes:
+    """Where the time of a completed request went: one row each of the kernel's `record_int` and `record_float`."""
+    queue_s, prefill_s, decode_s = np.diff(floats[[L.RF_ARRIVAL_S, L.RF_ADMITTED_S, L.RF_FIRST_S, L.RF_FINISH_S]]).tolist()
+    return AnswerTimes(queue_s, prefill_s, decode_s, tuple(floats[L.RF_PARTS :].tolist()), int(ints[L.RI_PREEMPTIONS]), int(ints[L.RI_HIT]))

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -19,6 +20,7 @@ import msgspec
 from runtime.backends.interface import NOTHING, BackendBusy, BackendError, BackendFault, BadCall, Begun, GroupReport
 from runtime.backends.load_metrics import load_of
 from runtime.calls import Call, Piece
+from runtime.request_notes import AnswerTimes
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ METRICS_S = 1.0
 METRICS_DEADLINE_S = 2.0
 PROBE_DEADLINE_S = 3.0
 EVENT_BYTES_MAX = 1 << 20
+PAGE_BYTES_MAX = 4 << 20
 RETRY_AFTER_DEFAULT_S = 1.0
 OF_THE_GATEWAY = ("model", "stream", "stream_options", "n", "best_of", "prompt", "messages", "max_tokens", "max_completion_tokens", "user")
 GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "tools", "functions")
@@ -133,7 +136,10 @@ class OpenAiHttpBackend:
             raise BackendFault(f"{self.name}: connection lost ({type(error).__name__})") from error
 
     def _request_headers(self, call: Call) -> dict[str, str]:
-        return {"content-type": "application/json", "x-request-id": call.call_id, "accept": "text/event-stream"}
+        headers = {"content-type": "application/json", "x-request-id": call.call_id, "accept": "text/event-stream"}
+        if (context := call.notes.traceparent()) is not None:
+            headers["traceparent"] = context
+        return headers
 
     def _body(self, call: Call) -> dict[str, Any]:
         """The caller's own fields, and ours for what the gateway decided. Always a stream: a client that leaves ends it at once."""
@@ -164,7 +170,7 @@ class OpenAiHttpBackend:
         """Pieces of an event stream, one per event; where nobody watches it come in, one per arrival. The last one waits for the usage that
         follows it. Raises: BackendFault for a broken stream."""
         is_watched = bool(call.body.get("stream"))
-        index, usage, buffer = 0, {}, bytearray()
+        index, usage, times, buffer = 0, {}, None, bytearray()
         last: Piece | None = None
         async for chunk in answer.content.iter_any():
             buffer += chunk
@@ -181,10 +187,12 @@ class OpenAiHttpBackend:
                     continue
                 data = line[5:].strip()
                 if data == b"[DONE]":
-                    yield self._ended(last, "".join(together), index, usage, call)
+                    yield replace(self._ended(last, "".join(together), index, usage, call), times=times)
                     return
                 event = self._event(data)
                 usage = event.get("usage") or usage
+                if "metrics" in event:
+                    times = times_of_metrics(event["metrics"])
                 for choice in event.get("choices") or ():
                     text, reason = _text_of(choice), choice.get("finish_reason")
                     if reason is not None:
@@ -228,7 +236,7 @@ class OpenAiHttpBackend:
             assert self._session is not None
             try:
                 async with asyncio.timeout(METRICS_DEADLINE_S), self._session.get(f"{self._url}/metrics") as answer:
-                    load = load_of((await answer.content.read(1 << 20)).decode("utf-8", "replace")) if answer.status == 200 else None
+                    load = load_of(await _page(answer)) if answer.status == 200 else None
             except (aiohttp.ClientError, OSError, TimeoutError):
                 continue  # what we have in flight ourselves stands in for it
             if load is not None:
@@ -256,13 +264,32 @@ class _Skip:
             if not text and piece.finish_reason is None:
                 return None
         index = self._shift + piece.index - self._skipped + (1 if text and text != piece.text else 0)
-        return Piece(index, None, text, None, piece.finish_reason, piece.prompt_tokens, piece.output_tokens)
+        return Piece(index, None, text, None, piece.finish_reason, piece.prompt_tokens, piece.output_tokens, piece.times)
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:
     delta = choice.get("delta")
     found = (delta.get("content") if isinstance(delta, dict) else None) or choice.get("text") or ""
     return found if isinstance(found, str) else ""
+
+
+async def _page(answer: aiohttp.ClientResponse) -> str:
+    """All of a page, up to PAGE_BYTES_MAX: one read gives no more than what is here already."""
+    page = bytearray()
+    async for part in answer.content.iter_any():
+        page += part
+        if len(page) > PAGE_BYTES_MAX:
+            break
+    return page[:PAGE_BYTES_MAX].decode("utf-8", "replace")
+
+
+def times_of_metrics(metrics: Any) -> AnswerTimes | None:
+    """vLLM's `metrics` of an answer, where it tells them: queue, then to the first token, then to the last; None without them."""
+    names = ("queue_time_ms", "time_to_first_token_ms", "generation_time_ms")
+    found = [metrics.get(name) for name in names] if isinstance(metrics, dict) else []
+    if not found or not all(isinstance(ms, int | float) and 0.0 <= ms < 1e9 for ms in found):
+        return None
+    return AnswerTimes(*(ms / 1e3 for ms in found))
 
 
 def _message_of(text: str) -> str:

@@ -24,6 +24,7 @@ from runtime.gateway.probes import Probes, error_response
 from runtime.gateway.prompt_text import PromptTexts, TextCodec
 from runtime.gateway.settings import GatewaySettings
 from runtime.torch_tp.tokenizer import load_tokenizer
+from runtime.tracing.tracer import Tracer
 
 
 def version() -> str:
@@ -49,17 +50,20 @@ def make_app(
     settings: GatewaySettings | None = None,
     *,
     load_text: Callable[[str], TextCodec] = load_tokenizer,
+    tracer: Tracer | None = None,
 ) -> GatewayApp:
     """The application over a dispatcher that runs already, or that its caller starts. `app.state`: `generation` (set `is_draining` to
-    take nothing in any more), `metrics` (its `registry` takes further collectors).
+    take nothing in any more), `metrics` (its `registry` takes further collectors). tracer: closed by whoever made it.
 
     The tokenizers of all models are loaded before the first request is taken.
     """
     chosen = settings or GatewaySettings()
     metrics = Metrics(version(), dispatcher.models, dispatcher.status, has_old_names=chosen.has_old_metric_names)
+    if tracer is not None:
+        metrics.registry.register(tracer)
     texts = PromptTexts(load_text, chosen.tokeniser_threads)
     maker = CallMaker(chosen, dispatcher.models, texts)
-    shared = Generation(dispatcher, chosen, ApiKeys(chosen.api_keys), maker, RequestIds(), metrics)
+    shared = Generation(dispatcher, chosen, ApiKeys(chosen.api_keys), maker, RequestIds(), metrics, tracer)
     probes = Probes(shared, version())
 
     @asynccontextmanager

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from runtime.gateway.merging import merged
 from runtime.gateway.metrics import Metrics
 from runtime.gateway.request_headers import RequestHeaders
 from runtime.gateway.settings import GatewaySettings
+from runtime.request_notes import RequestNotes
+from runtime.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 LAST_WORDS_S = 5.0
 """How long a caller that does not read may hold up the event that says its deadline passed."""
+RECENT_MAX = 64
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -88,10 +92,21 @@ class Generation:
     """What both endpoints share: who may come in, how many at once, and what is told them."""
 
     def __init__(
-        self, dispatcher: Dispatcher, settings: GatewaySettings, keys: ApiKeys, maker: CallMaker, ids: RequestIds, metrics: Metrics
-    ) -> None:
+        self, dispatcher: Dispatcher, settings: GatewaySettings, keys: ApiKeys, maker: CallMaker, ids: RequestIds, metrics: Metrics,
+        tracer: Tracer | None = None,
+    ) -> None:  # fmt: skip
         self.dispatcher, self.settings, self.keys, self.maker, self.ids, self.metrics = dispatcher, settings, keys, maker, ids, metrics
+        self.tracer = tracer
+        self.recent: deque[RequestNotes] = deque(maxlen=RECENT_MAX)  # the last to end
         self.is_draining = False
+
+    def ended(self, notes: RequestNotes) -> None:
+        """A request came to its end, whatever it was."""
+        notes.ended_s = time.monotonic()
+        self.recent.append(notes)
+        self.metrics.take_notes(notes)
+        if self.tracer is not None:
+            self.tracer.ended(notes)
 
     def admit(self, headers: RequestHeaders) -> None:
         """Raises: ApiError for a stranger, a body that says it is too large, or when no more are taken in."""
@@ -128,6 +143,7 @@ class GenerationEndpoint:
         finally:
             metrics.in_flight -= 1
             metrics.body_bytes_in_flight -= exchange.body_bytes
+            self._shared.ended(exchange.notes)
 
 
 class Exchange:
@@ -143,6 +159,9 @@ class Exchange:
         self._has_started = False
         self._answer: Answer | None = None
         self.body_bytes = 0
+        self.notes = RequestNotes(self._headers.request_id or self._own_id, kind, self._arrival_s)
+        if shared.tracer is not None:
+            self.notes.trace = shared.tracer.begin(self._headers.values.get(b"traceparent"))
 
     async def run(self, make: Callable[[Received], Awaitable[Asked]]) -> None:
         """To the end, whatever it is; raises only what cancels the server's own tasks."""
@@ -154,7 +173,8 @@ class Exchange:
             watch = Watch(self._receive)
             asked = await make(Received(data, self._headers, self._own_id, self._arrival_s))
             del data  # it is not kept while the answer is made
-            self._shared.metrics.prompt_making.add(time.monotonic() - self._arrival_s)
+            self._note_asked(asked)
+            self._shared.metrics.prompt_making.add(self.notes.prompt_made_s - self._arrival_s)
             watch.set_deadline(asked.calls[0].deadline_s - time.monotonic() + self._shared.settings.deadline_grace_s)
             await self._serve(asked, watch)
         except Gone:
@@ -182,6 +202,15 @@ class Exchange:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):
                     await self._tell(error)
+
+    def _note_asked(self, asked: Asked) -> None:
+        notes, first = self.notes, asked.calls[0]
+        notes.prompt_made_s, notes.is_stream = time.monotonic(), asked.is_stream
+        notes.model, notes.class_index = asked.model, first.class_index
+        notes.calls = [call.notes for call in asked.calls]
+        notes.prompt_tokens = sum(prompt.tokens for prompt in asked.prompts)
+        for call in notes.calls:
+            call.trace = notes.trace
 
     async def _read_body(self) -> bytes:
         """Raises: ApiError 413 for too many bytes, 429 when all together are too many, 408 when they do not come."""
@@ -275,6 +304,7 @@ class Exchange:
         choice.last_token_s = now_s
         if not self._has_text and (piece.text or piece.logprobs is not None):
             self._has_text = True
+            self.notes.first_text_s = now_s
             asked = answer.asked
             self._shared.metrics.of_model(asked.model).ttft[asked.calls[0].class_index].add(now_s - self._arrival_s)
 
@@ -285,12 +315,14 @@ class Exchange:
 
     async def _start(self, status: int, headers: Any) -> None:
         self._has_started = True
+        self.notes.status = status
         self._shared.metrics.count_request(self._kind, status)
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, self._id_header]})
 
     async def _tell(self, error: ApiError) -> None:
         metrics = self._shared.metrics
         metrics.count_refusal(error.reason)
+        self.notes.error = error.reason
         self._count_end("error")
         if self._has_started:
             metrics.broken_streams += 1
@@ -303,6 +335,7 @@ class Exchange:
 
     def _count_departure(self) -> None:
         self._shared.metrics.departures += 1
+        self.notes.error = "departed"
         self._count_end("abort")
 
     def _count_end(self, how: str) -> None:
@@ -310,13 +343,17 @@ class Exchange:
         if self._answer is not None:
             counts = self._shared.metrics.of_model(self._answer.asked.model)
             counts.finished[how] += 1
-            counts.output_tokens += sum(choice.tokens_made for choice in self._answer.choices)
+            self.notes.output_tokens = sum(choice.tokens_made for choice in self._answer.choices)
+            counts.output_tokens += self.notes.output_tokens
 
     def _count_answer(self, answer: Answer) -> None:
         counts = self._shared.metrics.of_model(answer.asked.model)
         usage = answer.usage()
         counts.prompt_tokens += usage["prompt_tokens"]
         counts.output_tokens += usage["completion_tokens"]
+        notes = self.notes
+        notes.prompt_tokens, notes.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        notes.finish_reasons = tuple(choice.finish_reason or "" for choice in answer.choices)
         counts.prompt_spread.add(usage["prompt_tokens"])
         counts.output_spread.add(usage["completion_tokens"])
         for choice in answer.choices:

@@ -27,6 +27,7 @@ from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot
 from runtime.backends.interface import NOTHING, Backend, BackendBusy, BackendError, BackendFault, BadCall, Begun
 from runtime.calls import Call, Piece, Refusal
+from runtime.request_notes import AttemptNotes
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.group_keeper import GroupKeeper
 from runtime.scheduling.held_calls import HeldCalls
@@ -56,6 +57,7 @@ class _Attempt:
     expected_s: tuple[float, float] | None
     lease: ProbeLease | None
     declared_gap_s: float  # what its declared hardware takes for a token, 0 where nobody has predicted it
+    notes: AttemptNotes
     first_s: float = math.nan
     last_s: float = math.nan
 
@@ -259,13 +261,14 @@ class Dispatcher:
 
     async def _place(self, call: Call, request: Request, begun: Begun, failed: frozenset[int]) -> _Attempt:
         """Ask where the call goes, and hold it until somebody takes it. Raises: Refusal."""
-        hold_until_s = min(self._now_s() + self.settings.hold_max_s, call.deadline_s)
+        asked_s = self._now_s()
+        hold_until_s = min(asked_s + self.settings.hold_max_s, call.deadline_s)
         keys = block_keys(call.prompt_ids)
         placed: list[_Attempt] = []
 
         def reserve(decided: Decided) -> None:
             if decided.command.kind is CommandKind.ROUTE:
-                placed.append(self._book(call, request, begun, decided))
+                placed.append(self._book(call, request, begun, decided, asked_s))
 
         while True:
             fits, excluded = self._fits(call), self._excluded(call, begun, failed)
@@ -302,7 +305,7 @@ class Dispatcher:
             raise Refusal("stream_lost", "the stream was lost and cannot go on exactly where it stopped", status=502)
         return stuck | cannot
 
-    def _book(self, call: Call, request: Request, begun: Begun, decided: Decided) -> _Attempt:
+    def _book(self, call: Call, request: Request, begun: Begun, decided: Decided, asked_s: float) -> _Attempt:
         """The reservation: from now on every decision sees the call in its group."""
         g, now_s = decided.command.group_index, self._now_s()
         key = P.queue_key(request.arrival_s, request.class_index, self.settings.head_start_s)
@@ -311,7 +314,8 @@ class Dispatcher:
         lease = breaker.try_probe() if breaker.state is State.HALF_OPEN else None
         self.served[g] += 1
         declared_gap_s = decided.expected_s[1] / decided.pace if decided.expected_s is not None else 0.0
-        return _Attempt(flight, g, now_s, decided.expected_s, lease, declared_gap_s)
+        noted = AttemptNotes(self.backends[g].name, decided.source, decided.cause, asked_s, now_s, decided.expected_s)
+        return _Attempt(flight, g, now_s, decided.expected_s, lease, declared_gap_s, call.notes.begin(noted))
 
     async def _attempt(self, call: Call, begun: Begun, attempt: _Attempt) -> AsyncIterator[Piece]:
         """Pieces of one attempt, its deadlines kept and its outcome told to the breaker. Raises: BackendError, _Lost, Refusal."""
@@ -329,12 +333,15 @@ class Dispatcher:
                     if piece.finish_reason == "error":
                         raise _Lost(f"{backend.name}: its engine gave the call up")
                     finished = piece.finish_reason is not None
+                    if finished:
+                        attempt.notes.times = piece.times
                     yield piece
             outcome = Outcome.OK
         except BackendBusy as busy:
             self.panel.breakers[g].record_backpressure(max(0.0, busy.retry_after_s), attempt.lease)
             self._was_busy.add(g)
             attempt.lease = None
+            attempt.notes.outcome = "busy"
             raise
         except (BackendFault, _Lost) as error:
             outcome, reason = Outcome.FAULT, str(error)
@@ -396,6 +403,9 @@ class Dispatcher:
         now_s, g, flight = self._now_s(), attempt.group_index, attempt.flight
         self.telemetry.flights.remove(flight)
         took_s, expected_s = now_s - attempt.began_s, math.inf
+        notes = attempt.notes
+        notes.first_s, notes.last_s, notes.ended_s, notes.tokens = attempt.first_s, attempt.last_s, now_s, generated - flight.started
+        notes.outcome, notes.reason = notes.outcome or outcome.name.lower(), reason
         if outcome is Outcome.OK and not flight.started:
             request = flight.request
             seen_s = (attempt.first_s - request.arrival_s, (attempt.last_s - attempt.first_s) / max(1, generated - 1))
