@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from runtime.gateway.admin import Admin, Administered
 from runtime.gateway.api_keys import ApiKeys
 from runtime.gateway.call_making import CallMaker, RequestIds
 from runtime.gateway.errors import ApiError, internal_error
@@ -49,11 +50,13 @@ def make_app(
     settings: GatewaySettings | None = None,
     *,
     load_text: Callable[[str], TextCodec] = load_tokenizer,
+    administered: Administered | None = None,
 ) -> GatewayApp:
     """The application over a dispatcher that runs already, or that its caller starts. `app.state`: `generation` (set `is_draining` to
     take nothing in any more), `metrics` (its `registry` takes further collectors).
 
-    The tokenizers of all models are loaded before the first request is taken.
+    administered: what stands behind /admin; without it there is none. The tokenizers of all models are loaded before the first request
+    is taken.
     """
     chosen = settings or GatewaySettings()
     metrics = Metrics(version(), dispatcher.models, dispatcher.status, has_old_names=chosen.has_old_metric_names)
@@ -100,6 +103,7 @@ def make_app(
             Route("/metrics", probes.metrics, methods=["GET"]),
             Route("/version", probes.version, methods=["GET"]),
             Route("/openapi.json", probes.openapi, methods=["GET"]),
+            *(Admin(administered, shared.keys).routes if administered is not None else []),
         ],
         exception_handlers={ApiError: told, HTTPException: told, Exception: failed},
         lifespan=lifespan,

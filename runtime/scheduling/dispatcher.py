@@ -22,10 +22,10 @@ from envs.decision import predictor as P
 from envs.decision.circuit_breaker import BreakerPanel, BreakerSettings, ClassBreaker, Outcome, ProbeLease, State
 from envs.decision.class_timeouts import ClassTimeouts
 from envs.decision.retry_budget import RetryBudget
-from envs.domain.commands import CommandKind
+from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot
-from runtime.backends.interface import NOTHING, Backend, BackendBusy, BackendError, BackendFault, BadCall, Begun
+from runtime.backends.interface import NOTHING, Backend, BackendBusy, BackendError, BackendFault, BadCall, Begun, GivenBack
 from runtime.calls import Call, Piece, Refusal
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.group_keeper import GroupKeeper
@@ -34,6 +34,7 @@ from runtime.scheduling.in_flight import Flight
 from runtime.scheduling.online_scheduler import Decided, OnlineScheduler, Question
 from runtime.scheduling.policy_guard import PolicyGuard
 from runtime.scheduling.prefix_memory import PrefixMemory, block_keys
+from runtime.scheduling.served_plans import ServedPlans
 from runtime.scheduling.stream_pace import StreamPace
 from runtime.scheduling.stream_watch import StreamWatch
 from runtime.scheduling.telemetry import Telemetry
@@ -98,7 +99,10 @@ class Dispatcher:
         self._was_busy: set[int] = set()
         self.prefixes = PrefixMemory(np.array([backend.keeps_prefixes for backend in self.backends], np.bool_))
         self.held_calls = HeldCalls()
-        self.groups = GroupKeeper(self.backends, telemetry, self.panel, self.prefixes, self.held_calls, chosen, self.counts, now_s)
+        self.plans = ServedPlans(telemetry, now_s)
+        self.groups = GroupKeeper(
+            self.backends, telemetry, self.panel, self.prefixes, self.held_calls, chosen, self.counts, now_s, self.plans
+        )
 
     # --- life ---------------------------------------------------------------------------------------------------------------
 
@@ -208,12 +212,16 @@ class Dispatcher:
 
     async def _serve(self, call: Call, request: Request) -> AsyncIterator[Piece]:
         sent, failed, attempts, is_retry, is_counted = _Sent(), set[int](), 0, False, True
+        back: GivenBack | None = None
         self.retries.start_request()
         try:
             while True:
                 begun = sent.begun()
-                attempt = await self._place(call, request, begun, frozenset(failed))
-                attempts += 1
+                if back is None or (attempt := await self._go_on_at(back, call, request, begun)) is None:
+                    attempt = await self._place(call, request, begun, frozenset(failed))
+                elif back.copy_s is not None:
+                    begun = replace(begun, kv_tokens=call.prompt_tokens + begun.pieces)
+                attempts, back = attempts + 1, None
                 try:
                     async with aclosing(self._attempt(call, begun, attempt)) as pieces:
                         async for piece in pieces:
@@ -233,6 +241,9 @@ class Dispatcher:
                     if self._now_s() - request.arrival_s > self.settings.hold_max_s + after_s:
                         raise _refusal("queue_full", f"every group is busy: {busy}", after_s) from busy
                     continue
+                except GivenBack as given:  # by command, or since its pool shrank: nobody's fault, and no try
+                    self.counts["given_back"] += 1
+                    attempts, back = attempts - 1, given
                 except BadCall as error:
                     raise Refusal(error.reason, str(error), status=error.status) from error
                 except (BackendFault, _Lost) as error:
@@ -247,6 +258,21 @@ class Dispatcher:
         finally:
             if is_counted:
                 self.retries.finish(is_retry)
+
+    async def _go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> _Attempt | None:
+        """An attempt at the group that a moved call was promised, its KV copied if that was the cheaper way; None where it takes no
+        calls."""
+        if back.copy_s:
+            await asyncio.sleep(min(back.copy_s, max(0.0, call.deadline_s - self._now_s())))
+        g = back.target
+        if (
+            g is None
+            or not (self.view().accepts[g] and self._fits(call)[g])
+            or (begun.pieces and not self.backends[g].continues(call, begun))
+        ):
+            return None
+        self.prefixes.remember(g, block_keys(call.prompt_ids), int(self.telemetry.kv_tokens[g]))
+        return self._book(call, request, begun, Decided(Command(CommandKind.ROUTE, g), "moved", "", None, 0.0))
 
     async def _await_retry(self, attempts: int, call: Call, reason: str) -> None:
         """Until the budget has room for one more retry. Raises: Refusal."""
@@ -318,6 +344,7 @@ class Dispatcher:
         g, backend = attempt.group_index, self.backends[attempt.group_index]
         outcome, reason, generated, finished = Outcome.NEUTRAL, "", begun.pieces, False
         watch = StreamWatch(self._now_s)
+        attempt.flight.recall = watch.interrupt
         try:
             async with aclosing(backend.submit(call, begun)) as pieces:
                 while not finished:
@@ -339,7 +366,7 @@ class Dispatcher:
         except (BackendFault, _Lost) as error:
             outcome, reason = Outcome.FAULT, str(error)
             raise
-        except BadCall:
+        except (BadCall, GivenBack):
             raise
         except BackendError as error:
             outcome, reason = Outcome.FAULT, str(error)
