@@ -33,8 +33,8 @@ class AnswerTimes:
 @dataclass(slots=True, eq=False)
 class AttemptNotes:
     """One try of a call at a group. source, cause: who chose the group, and why not the policy. asked_s: when the call began to look for a
-    group; placed_s: when it had one. expected_s: predicted TTFT and TPOT. outcome: "ok", "fault", "neutral" or "busy", "" while under way.
-    span_id: 0 where nobody traces."""
+    group; placed_s: when it had one. expected_s: predicted TTFT and TPOT. outcome: "ok", "fault", "neutral", "busy" or "moved", "" while
+    under way. span_id: 0 where nobody traces."""
 
     group: str
     source: str

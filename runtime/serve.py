@@ -13,13 +13,15 @@ from pathlib import Path
 import uvloop
 
 from agents.policy_bundle import BundleError, load_bundle
+from envs.decision.actions import Decision
 from envs.scenario.scenario_error import ScenarioError
 from runtime.backends.emulated_kernel import KernelSettings, kernel_of, kv_tokens, plan_of
 from runtime.gateway.app import make_app, version
 from runtime.gateway.server import listen, make_server
 from runtime.scheduling.metrics import SchedulingMetrics
 from runtime.scheduling.policy_process import check_fits, wanted_of
-from runtime.service import Service
+from runtime.service import Service, candidates_of
+from runtime.service_admin import ServiceAdmin
 from runtime.service_config import ServiceConfig, load_service
 from runtime.tracing.tracer import Tracer
 
@@ -29,6 +31,8 @@ DEMONSTRATION = Path(__file__).with_name("demonstration") / "service.yaml"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", help="cluster file, or a ready cluster's name (default: the service file's)")
     parser.add_argument("--bundle", help="directory of an exported route policy; without one the heuristic decides")
+    parser.add_argument("--split-bundle", help="directory of an exported split policy")
+    parser.add_argument("--rebalance-bundle", help="directory of an exported rebalance policy")
     parser.add_argument("--config", type=Path, help="service file (default: all groups emulated)")
     parser.add_argument("--demonstration", action="store_true", help="SmolLM2 on three emulated unlike ranks in two groups")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
@@ -41,7 +45,10 @@ def read(options: argparse.Namespace) -> ServiceConfig:
     config = DEMONSTRATION if options.demonstration else options.config
     if config is None and options.cluster is None:
         raise ScenarioError("give --cluster FILE, --config FILE or --demonstration")
-    return load_service(config, options.cluster, options.bundle, host=options.host, port=options.port)
+    return load_service(
+        config, options.cluster, options.bundle, host=options.host, port=options.port,
+        split_bundle=options.split_bundle, rebalance_bundle=options.rebalance_bundle,
+    )  # fmt: skip
 
 
 def explain(config: ServiceConfig) -> tuple[str, bool]:
@@ -58,19 +65,32 @@ def explain(config: ServiceConfig) -> tuple[str, bool]:
             what += f", EMULATED slower x{', '.join(f'{rank.slow_factor:g}' for rank in entry.ranks)}"
         parked = ", parked" if is_parked else ""
         lines.append(f"  {group.name}: {entry.kind} ({what}){parked}; query heads {plan.query_heads}; KV for {tokens} tokens")
-    fits, text = True, f"none; {config.dispatch.heuristic} decides"
-    if config.bundle is not None:
-        try:
-            policy = load_bundle(config.bundle)
-            check_fits(policy, wanted_of(len(cluster.groups) + 2))
-            text = f"{config.bundle}, at most {policy.schema.candidates_max} candidates; falls back to {config.dispatch.heuristic}"
-        except BundleError as error:
-            fits, text = False, f"refused: {error}; {config.dispatch.heuristic} would decide"
-    lines.append(f"policy: {text}")
+    fits = True
+    control = config.control
+    heuristics: dict[Decision, str] = {"route": config.dispatch.heuristic, "split": control.split, "rebalance": control.rebalance}
+    for decision, heuristic in heuristics.items():
+        text, is_good = _explain_policy(config, decision, heuristic)
+        fits &= is_good
+        lines.append(f"{decision}: {text}")
+    if not control.is_on:
+        lines.append("split and rebalance decisions are off")
     if config.tracing is not None:
         lines.append(f"traces: to {config.tracing.url}, share {config.tracing.share:g} of requests that bring no trace of their own")
     lines.append(f"listens on {config.host}:{config.port}; {'API keys' if config.gateway.api_keys else 'no API keys'}")
     return "\n".join(lines), fits
+
+
+def _explain_policy(config: ServiceConfig, decision: Decision, heuristic: str) -> tuple[str, bool]:
+    """Who would decide, and whether the bundle that shall, if any, can."""
+    bundle = config.bundle_of(decision)
+    if bundle is None:
+        return f"no policy; {heuristic} decides", True
+    try:
+        policy = load_bundle(bundle)
+        check_fits(policy, wanted_of(candidates_of(config.cluster, decision), decision))
+    except BundleError as error:
+        return f"{bundle} refused: {error}; {heuristic} would decide", False
+    return f"{bundle}, at most {policy.schema.candidates_max} candidates; falls back to {heuristic}", True
 
 
 async def serve(config: ServiceConfig) -> int:
@@ -78,7 +98,7 @@ async def serve(config: ServiceConfig) -> int:
     port = listening.getsockname()[1]
     service = Service(config)
     tracer = Tracer(config.tracing, version()) if config.tracing is not None else None
-    app = make_app(service, config.gateway, tracer=tracer)
+    app = make_app(service, config.gateway, administered=ServiceAdmin(service, version()), tracer=tracer)
     app.state.metrics.registry.register(SchedulingMetrics(service.dispatcher))
     server = make_server(app, config.host, port, drain_s=config.drain_s)
     # uvicorn would raise the signal again at its end, before the groups are closed

@@ -8,8 +8,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import numpy as np
 
+from envs.decision.actions import Decision
+from envs.decision.candidate_bounds import candidates_max
 from envs.decision.circuit_breaker import State
 from envs.domain.snapshot import BoolArray
+from envs.scenario.cluster_spec import ClusterSpec
 from runtime.backends.emulated import EmulatedBackend
 from runtime.backends.emulated_kernel import KernelSettings
 from runtime.backends.group_messages import HostSettings
@@ -18,6 +21,7 @@ from runtime.backends.openai_http import OpenAiHttpBackend
 from runtime.backends.torch_tp import TorchTpBackend
 from runtime.calls import Call, Piece, Refusal
 from runtime.gateway.interface import GroupStatus, ServedModel
+from runtime.scheduling.control_loop import DECISIONS, ControlLoop
 from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.policy_client import PolicyClient
 from runtime.scheduling.policy_guard import PolicyGuard
@@ -48,6 +52,20 @@ def host_settings(config: ServiceConfig, entry: GroupEntry, g: int) -> HostSetti
     )
 
 
+def candidates_of(cluster: ClusterSpec, decision: Decision) -> int:
+    """Most candidates that a decision can have on the cluster."""
+    return candidates_max(decision, [len(group.ranks) for group in cluster.groups], sum(cluster.parked))
+
+
+def _guard(config: ServiceConfig, decision: Decision, deadline_s: float) -> PolicyGuard | None:
+    """Over the policy of a kind of decision, not started; None where there is none."""
+    bundle = config.bundle_of(decision)
+    if bundle is None:
+        return None
+    client = PolicyClient(bundle, candidates_of(config.cluster, decision), decision=decision)
+    return PolicyGuard(client, deadline_s, config.scheduler.outside_max, rng=np.random.default_rng())
+
+
 async def _still_starting() -> AsyncIterator[Piece]:
     raise Refusal("starting", "the service is still starting its groups", retry_after_s=2.0)
     yield  # a generator, as the real one
@@ -61,11 +79,9 @@ class Service:
         settings = KernelSettings()
         telemetry = Telemetry(config.cluster, settings, config.dispatch.limit_multiplier, config.dispatch.head_start_s)
         backends = [make_backend(config, g, settings) for g in range(len(config.cluster.groups))]
-        guard = None
-        if config.bundle is not None:
-            client = PolicyClient(config.bundle, len(backends) + 2)
-            guard = PolicyGuard(client, config.scheduler.deadline_ms / 1000.0, config.scheduler.outside_max, rng=np.random.default_rng())
-        self.dispatcher = Dispatcher(backends, telemetry, config.dispatch, guard)
+        self.dispatcher = Dispatcher(backends, telemetry, config.dispatch, _guard(config, "route", config.scheduler.deadline_ms / 1000.0))
+        guards = {name: guard for name in DECISIONS if (guard := _guard(config, name, config.control.deadline_s)) is not None}
+        self.control = ControlLoop(self.dispatcher, config.control, guards)
         self.has_started = False
         self._tokens_max = self._least_tokens(telemetry)
         is_foreign = any(entry.kind != "torch_tp" for entry in config.groups)  # then prompts go as they came
@@ -78,9 +94,11 @@ class Service:
     async def start(self) -> None:
         """Returns when the first group can serve."""
         await self.dispatcher.start()
+        await self.control.start()
         self.has_started = True
 
     async def close(self) -> None:
+        await self.control.close()
         await self.dispatcher.close()
 
     def run(self, call: Call) -> AsyncIterator[Piece]:
@@ -102,11 +120,11 @@ class Service:
         backend, breaker, report = self.dispatcher.backends[g], self.dispatcher.panel.breakers[g], telemetry.reports[g]
         state, detail = _STATES[breaker.state], breaker.reason
         if telemetry.is_parked[g]:
-            state, detail = "parked", "switched off by the cluster file"
+            state, detail = ("starting", "switched on") if g in self.control.moves.under_way else ("parked", "switched off")
         elif not alive[g]:
             state = "dead" if self.has_started or detail else "starting"
         elif telemetry.is_draining[g]:
-            state = "draining"
+            state = "drained" if self.control.moves.is_drained(g) else "draining"
         if (wait_s := breaker.next_probe_s) is not None:
             detail = f"{detail}; next probe in {wait_s:.1f} s"
         if backend.is_emulation:
@@ -117,7 +135,10 @@ class Service:
         elif report is not None:
             used = report.kv_used_fraction
         flights = telemetry.flights
+        # another engine's are on its own metrics page
+        is_foreign = self.config.groups[g].kind == "openai_http"
+        counts = (None,) * 3 if is_foreign else self.dispatcher.engine_counts[g].tolist()
         return GroupStatus(
             backend.name, self.config.model_name, bool(alive[g]) and is_allowed and not telemetry.is_draining[g], state, detail,
-            len(flights.running[g]), len(flights.waiting[g]), used,
+            len(flights.running[g]), len(flights.waiting[g]), used, *counts,
         )  # fmt: skip

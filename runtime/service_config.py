@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from envs.decision.actions import Decision
 from envs.domain.suggestions import unknown_name
 from envs.scenario.cluster_file import load_cluster
 from envs.scenario.cluster_spec import ClusterSpec
@@ -17,6 +18,7 @@ from envs.scenario.scenario_error import ScenarioError
 from envs.scenario.validation import validate
 from envs.scenario.yaml_text import read_yaml
 from runtime.gateway.settings import GatewaySettings
+from runtime.scheduling.control_settings import ControlSettings
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.tracing.tracer import DEFAULT_ENDPOINT, TracingSettings
 
@@ -75,15 +77,18 @@ class TracingEntry(Entry):
 
 class ServiceEntry(Entry):
     """A whole service file. cluster: file (beside this one) or ready cluster. groups: by the cluster file's names; those not named are
-    emulated. dispatch, gateway: fields of DispatchSettings and GatewaySettings. api_keys_env: environment variable with keys, comma
-    between. drain_s: what streams get to end after SIGTERM. tracing: none."""
+    emulated. dispatch, control, gateway: fields of DispatchSettings, ControlSettings and GatewaySettings. api_keys_env: environment
+    variable with keys, comma between. drain_s: what streams get to end after SIGTERM. tracing: none."""
 
     cluster: str | None = None
     bundle: str | None = None
+    split_bundle: str | None = None
+    rebalance_bundle: str | None = None
     model: ModelEntry = ModelEntry()
     groups: dict[str, GroupEntry] = Field(default_factory=dict)
     scheduler: SchedulerEntry = SchedulerEntry()
     dispatch: dict[str, Any] = Field(default_factory=dict)
+    control: dict[str, Any] = Field(default_factory=dict)
     gateway: dict[str, Any] = Field(default_factory=dict)
     api_keys_env: str | None = None
     host: str = "127.0.0.1"
@@ -107,7 +112,14 @@ class ServiceConfig:
     host: str
     port: int
     drain_s: int
+    control: ControlSettings = field(default_factory=ControlSettings)
+    split_bundle: str | None = None
+    rebalance_bundle: str | None = None
     tracing: TracingSettings | None = None
+
+    def bundle_of(self, decision: Decision) -> str | None:
+        """Directory of the policy for a kind of decision; None where its heuristic decides."""
+        return {"route": self.bundle, "split": self.split_bundle, "rebalance": self.rebalance_bundle}[decision]
 
 
 def load_service(config: Path | None, cluster: str | None = None, bundle: str | None = None, **overrides: Any) -> ServiceConfig:
@@ -132,7 +144,11 @@ def load_service(config: Path | None, cluster: str | None = None, bundle: str | 
     return ServiceConfig(
         spec, bundle or _beside(config, entry.bundle), entry.model.name or spec.model.name, _model_path(config, entry.model.path), groups,
         entry.scheduler, dispatch, gateway, overrides.get("host") or entry.host,
-        entry.port if overrides.get("port") is None else overrides["port"], entry.drain_s, _tracing(source, entry.tracing),
+        entry.port if overrides.get("port") is None else overrides["port"], entry.drain_s,
+        _settings(source, "control", ControlSettings, entry.control),
+        overrides.get("split_bundle") or _beside(config, entry.split_bundle),
+        overrides.get("rebalance_bundle") or _beside(config, entry.rebalance_bundle),
+        _tracing(source, entry.tracing),
     )  # fmt: skip
 
 

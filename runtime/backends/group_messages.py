@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runtime.backends.interface import NOTHING, Begun, CallProgress, GroupReport, RankTimes
+from envs.domain.plans import SplitPlan
+from runtime.backends.interface import NOTHING, Begun, CallProgress, GroupReport, PlanReport, RankTimes, WorkReport
 from runtime.calls import Call, Piece
 from runtime.request_notes import AnswerTimes
 from runtime.torch_tp.requests import GenerationRequest, SamplingSettings, TokenLogprobs
 
-START, SUBMIT, CANCEL, PROBE, STRIKE, STOP = "start", "submit", "cancel", "probe", "strike", "stop"
-UP, FAILED, PIECE, ENDED, REPORT, PROBED = "up", "failed", "piece", "ended", "report", "probed"
+START, SUBMIT, CANCEL, PROBE, STRIKE, RESPLIT, STOP = "start", "submit", "cancel", "probe", "strike", "resplit", "stop"
+UP, FAILED, PIECE, ENDED, REPORT, PROBED, RESPLITTED = "up", "failed", "piece", "ended", "report", "probed", "resplitted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,11 @@ def piece_of(message: Sequence[Any]) -> Piece:
     return Piece(index, token, text, found, reason, prompt_tokens, output_tokens, times)
 
 
+def resplit(number: int, plan: SplitPlan) -> list[Any]:
+    """Widths per rank of the group, which count as shares."""
+    return [RESPLIT, number, list(plan.query_heads), list(plan.mlp_blocks), list(plan.vocabulary_rows)]
+
+
 def report_to_wire(report: GroupReport) -> list[Any]:
     return [REPORT, asdict(report)]
 
@@ -77,4 +83,8 @@ def report_of(message: Sequence[Any]) -> GroupReport:
         fields["rank_times"] = RankTimes(**{**times, "attention_s": tuple(times["attention_s"]), "mlp_s": tuple(times["mlp_s"])})
     if fields["progress"] is not None:
         fields["progress"] = tuple(CallProgress(**item) for item in fields["progress"])
+    if fields["plan"] is not None:
+        fields["plan"] = PlanReport(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields["plan"].items()})
+    if fields["work"] is not None:
+        fields["work"] = WorkReport(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields["work"].items()})
     return GroupReport(**fields)

@@ -9,7 +9,7 @@ import numpy as np
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
 from runtime.backends.emulated_kernel import measured_times
-from runtime.backends.interface import CallProgress, GroupReport, RankTimes
+from runtime.backends.interface import CallProgress, GroupReport, RankTimes, WorkReport
 from runtime.request_notes import AnswerTimes
 
 
@@ -23,6 +23,8 @@ class KernelReader:
         self._offset = np.zeros(groups + 1, np.int64)
         self._rows = np.zeros((groups * slots, R.RESIDENT_INTS), np.int64)
         self._row_floats = np.zeros((groups * slots, R.RESIDENT_FLOATS))
+        self._work_s = np.zeros((groups, 2, state.slow.shape[1]))  # computing and waiting for memory, per rank, since the start
+        self._told_s = np.zeros((groups, 2))
 
     def advance(self, now_s: float) -> None:
         """Bring the groups to `now_s` and read them."""
@@ -56,7 +58,17 @@ class KernelReader:
             pause_left_s=float(floats[R.R_PAUSE_LEFT_S]),
             rank_times=times,
             progress=progress,
+            work=self._work(g, None if times is None else measured.sum(axis=1)),
         )
+
+    def _work(self, g: int, rank_s: np.ndarray | None) -> WorkReport:
+        """The kernel counts the slowest rank's times; the others' are in the proportion of the step under way, rank_s (ranks,)."""
+        told_s = self._state.group_float[g, [L.GF_CUM_COMPUTE_S, L.GF_CUM_MEMORY_S]]
+        share = np.ones(self._work_s.shape[2]) if rank_s is None or rank_s.max() <= 0 else rank_s / rank_s.max()
+        self._work_s[g] += (told_s - self._told_s[g])[:, None] * share
+        self._told_s[g] = told_s
+        compute, stall = self._work_s[g].tolist()
+        return WorkReport(int(self._state.group_int[g, L.GI_STEPS]), tuple(compute), tuple(stall))
 
 
 def times_of_record(ints: np.ndarray, floats: np.ndarray) -> AnswerTimes:

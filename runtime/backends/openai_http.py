@@ -17,7 +17,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from runtime.backends.interface import NOTHING, BackendBusy, BackendError, BackendFault, BadCall, Begun, GroupReport
+from envs.domain.commands import CommandKind
+from envs.domain.plans import SplitPlan
+from runtime.backends.interface import NOTHING, BackendBusy, BackendError, BackendFault, BadCall, Begun, GroupReport, MoveRefused, SplitDone
 from runtime.backends.load_metrics import load_of
 from runtime.calls import Call, Piece
 from runtime.request_notes import AnswerTimes
@@ -42,6 +44,8 @@ class OpenAiHttpBackend:
 
     is_emulation = False
     keeps_prefixes = False  # its tokens are not known here
+    can: frozenset[CommandKind] = frozenset()
+    carries_kv = False
 
     def __init__(self, name: str, group_index: int, url: str, model: str, api_key: str = "") -> None:
         """url: without /v1. model: its name there."""
@@ -100,6 +104,9 @@ class OpenAiHttpBackend:
                 return answer.status == 200 and bool((await answer.json())["choices"])
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError):
             return False
+
+    async def set_split(self, plan: SplitPlan) -> SplitDone:
+        raise MoveRefused(f"{self.name}: how a foreign server splits its model is its own business")
 
     def continues(self, call: Call, begun: Begun) -> bool:
         is_fixed = call.sampling.is_greedy or call.sampling.seed is not None

@@ -14,12 +14,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from runtime.gateway.admin import Admin, Administered
 from runtime.gateway.api_keys import ApiKeys
 from runtime.gateway.call_making import CallMaker, RequestIds
 from runtime.gateway.errors import ApiError, internal_error
 from runtime.gateway.generation import Generation, GenerationEndpoint
 from runtime.gateway.interface import Dispatcher
 from runtime.gateway.metrics import Metrics
+from runtime.gateway.page import Page
 from runtime.gateway.probes import Probes, error_response
 from runtime.gateway.prompt_text import PromptTexts, TextCodec
 from runtime.gateway.settings import GatewaySettings
@@ -51,11 +53,13 @@ def make_app(
     *,
     load_text: Callable[[str], TextCodec] = load_tokenizer,
     tracer: Tracer | None = None,
+    administered: Administered | None = None,
 ) -> GatewayApp:
     """The application over a dispatcher that runs already, or that its caller starts. `app.state`: `generation` (set `is_draining` to
     take nothing in any more), `metrics` (its `registry` takes further collectors). tracer: closed by whoever made it.
 
-    The tokenizers of all models are loaded before the first request is taken.
+    administered: what stands behind /admin; without it there is none. The tokenizers of all models are loaded before the first request
+    is taken.
     """
     chosen = settings or GatewaySettings()
     metrics = Metrics(version(), dispatcher.models, dispatcher.status, has_old_names=chosen.has_old_metric_names)
@@ -104,6 +108,8 @@ def make_app(
             Route("/metrics", probes.metrics, methods=["GET"]),
             Route("/version", probes.version, methods=["GET"]),
             Route("/openapi.json", probes.openapi, methods=["GET"]),
+            *(Admin(administered, shared).routes if administered is not None else []),
+            *Page().routes,
         ],
         exception_handlers={ApiError: told, HTTPException: told, Exception: failed},
         lifespan=lifespan,

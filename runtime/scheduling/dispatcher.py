@@ -22,10 +22,10 @@ from envs.decision import predictor as P
 from envs.decision.circuit_breaker import BreakerPanel, BreakerSettings, ClassBreaker, Outcome, ProbeLease, State
 from envs.decision.class_timeouts import ClassTimeouts
 from envs.decision.retry_budget import RetryBudget
-from envs.domain.commands import CommandKind
+from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot
-from runtime.backends.interface import NOTHING, Backend, BackendBusy, BackendError, BackendFault, BadCall, Begun
+from runtime.backends.interface import NOTHING, Backend, BackendBusy, BackendError, BackendFault, BadCall, Begun, GivenBack
 from runtime.calls import Call, Piece, Refusal
 from runtime.request_notes import AttemptNotes
 from runtime.scheduling.dispatch_settings import DispatchSettings
@@ -35,6 +35,7 @@ from runtime.scheduling.in_flight import Flight
 from runtime.scheduling.online_scheduler import Decided, OnlineScheduler, Question
 from runtime.scheduling.policy_guard import PolicyGuard
 from runtime.scheduling.prefix_memory import PrefixMemory, block_keys
+from runtime.scheduling.served_plans import ServedPlans
 from runtime.scheduling.stream_pace import StreamPace
 from runtime.scheduling.stream_watch import StreamWatch
 from runtime.scheduling.telemetry import Telemetry
@@ -92,6 +93,7 @@ class Dispatcher:
         self.scheduler = OnlineScheduler(self.view, lambda: telemetry.experience.tables, heuristic, guard, now_s)
         self.counts: Counter[str] = Counter()
         self.served = np.zeros(len(self.backends), np.int64)  # attempts by group
+        self.engine_counts = np.zeros((len(self.backends), 3), np.int64)  # preemptions, prompt tokens looked up and found in a prefix cache
         self.in_flight = 0
         self.is_draining = False
         self._next_id = 0
@@ -100,7 +102,10 @@ class Dispatcher:
         self._was_busy: set[int] = set()
         self.prefixes = PrefixMemory(np.array([backend.keeps_prefixes for backend in self.backends], np.bool_))
         self.held_calls = HeldCalls()
-        self.groups = GroupKeeper(self.backends, telemetry, self.panel, self.prefixes, self.held_calls, chosen, self.counts, now_s)
+        self.plans = ServedPlans(telemetry, now_s)
+        self.groups = GroupKeeper(
+            self.backends, telemetry, self.panel, self.prefixes, self.held_calls, chosen, self.counts, now_s, self.plans
+        )
 
     # --- life ---------------------------------------------------------------------------------------------------------------
 
@@ -210,12 +215,16 @@ class Dispatcher:
 
     async def _serve(self, call: Call, request: Request) -> AsyncIterator[Piece]:
         sent, failed, attempts, is_retry, is_counted = _Sent(), set[int](), 0, False, True
+        back: GivenBack | None = None
         self.retries.start_request()
         try:
             while True:
                 begun = sent.begun()
-                attempt = await self._place(call, request, begun, frozenset(failed))
-                attempts += 1
+                if back is None or (attempt := await self._go_on_at(back, call, request, begun)) is None:
+                    attempt = await self._place(call, request, begun, frozenset(failed))
+                elif back.copy_s is not None:
+                    begun = replace(begun, kv_tokens=call.prompt_tokens + begun.pieces)
+                attempts, back = attempts + 1, None
                 try:
                     async with aclosing(self._attempt(call, begun, attempt)) as pieces:
                         async for piece in pieces:
@@ -235,6 +244,9 @@ class Dispatcher:
                     if self._now_s() - request.arrival_s > self.settings.hold_max_s + after_s:
                         raise _refusal("queue_full", f"every group is busy: {busy}", after_s) from busy
                     continue
+                except GivenBack as given:  # by command, or since its pool shrank: nobody's fault, and no try
+                    self.counts["given_back"] += 1
+                    attempts, back = attempts - 1, given
                 except BadCall as error:
                     raise Refusal(error.reason, str(error), status=error.status) from error
                 except (BackendFault, _Lost) as error:
@@ -249,6 +261,22 @@ class Dispatcher:
         finally:
             if is_counted:
                 self.retries.finish(is_retry)
+
+    async def _go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> _Attempt | None:
+        """An attempt at the group that a moved call was promised, its KV copied if that was the cheaper way; None where it takes no
+        calls."""
+        asked_s = self._now_s()
+        if back.copy_s:
+            await asyncio.sleep(min(back.copy_s, max(0.0, call.deadline_s - self._now_s())))
+        g = back.target
+        if (
+            g is None
+            or not (self.view().accepts[g] and self._fits(call)[g])
+            or (begun.pieces and not self.backends[g].continues(call, begun))
+        ):
+            return None
+        self.prefixes.remember(g, block_keys(call.prompt_ids), int(self.telemetry.kv_tokens[g]))
+        return self._book(call, request, begun, Decided(Command(CommandKind.ROUTE, g), "moved", "", None, 0.0), asked_s)
 
     async def _await_retry(self, attempts: int, call: Call, reason: str) -> None:
         """Until the budget has room for one more retry. Raises: Refusal."""
@@ -322,6 +350,7 @@ class Dispatcher:
         g, backend = attempt.group_index, self.backends[attempt.group_index]
         outcome, reason, generated, finished = Outcome.NEUTRAL, "", begun.pieces, False
         watch = StreamWatch(self._now_s)
+        attempt.flight.recall = watch.interrupt
         try:
             async with aclosing(backend.submit(call, begun)) as pieces:
                 while not finished:
@@ -345,6 +374,9 @@ class Dispatcher:
             raise
         except (BackendFault, _Lost) as error:
             outcome, reason = Outcome.FAULT, str(error)
+            raise
+        except GivenBack:
+            attempt.notes.outcome = "moved"
             raise
         except BadCall:
             raise
@@ -406,6 +438,8 @@ class Dispatcher:
         notes = attempt.notes
         notes.first_s, notes.last_s, notes.ended_s, notes.tokens = attempt.first_s, attempt.last_s, now_s, generated - flight.started
         notes.outcome, notes.reason = notes.outcome or outcome.name.lower(), reason
+        if notes.times is not None and notes.times.hit_tokens is not None:
+            self.engine_counts[g] += (notes.times.preemptions or 0, flight.request.prompt_tokens, notes.times.hit_tokens)
         if outcome is Outcome.OK and not flight.started:
             request = flight.request
             seen_s = (attempt.first_s - request.arrival_s, (attempt.last_s - attempt.first_s) / max(1, generated - 1))

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from runtime.scheduling.dispatcher import Dispatcher
+from runtime.scheduling.rank_metrics import RankMetrics
 
 EVENTS = ("retries", "attempts_lost", "busy", "groups_lost", "bad_reports")
 POLICY_STATES = ("starting", "ready", "refused", "gone")
@@ -19,13 +20,14 @@ class SchedulingMetrics(Collector):
     """Read when somebody scrapes; nothing is added to a request's way. Labels are groups and known names: never a caller's."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+        self._dispatcher, self._ranks = dispatcher, RankMetrics(dispatcher)
 
     def collect(self) -> Iterator[Metric]:
         yield self._decisions()
         yield self._events()
         yield from self._groups()
         yield from self._policy()
+        yield from self._ranks.collect()
 
     def _decisions(self) -> Metric:
         family = CounterMetricFamily(

@@ -22,6 +22,7 @@ from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, IntArray
 from runtime.scheduling.policy_guard import PolicyGuard
+from runtime.scheduling.recent_decisions import RecentDecisions
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class OnlineScheduler:
         self._view, self._tables, self._heuristic, self.guard, self._now_s = view, tables, heuristic, guard, now_s
         self._turn = asyncio.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.recent = RecentDecisions()
 
     async def decide(self, question: Question, reserve: Callable[[Decided], None]) -> Decided:
         """Answer `question`, and call `reserve` with the answer before anybody else decides."""
@@ -120,8 +122,7 @@ class OnlineScheduler:
         index, cause = await guard.choose(candidates, context, point.mask, patience_s - (self._now_s() - asked_s))
         if index is None:
             return self._by_heuristic(point, cause, asked_s)
-        command = point.commands[index]
-        return self._decided(point, command, POLICY, "", asked_s)
+        return self._decided(point, index, POLICY, "", asked_s)
 
     def _by_heuristic(self, point: DecisionPoint, cause: str, asked_s: float) -> Decided:
         """The heuristic's choice; the first allowed group where it fails; a refusal where there is none."""
@@ -134,10 +135,12 @@ class OnlineScheduler:
             index, cause = int(np.argmax(point.mask)), f"{cause}+heuristic_failed"
         command = point.commands[index]
         source = REFUSED if command.kind is CommandKind.REFUSE else HEURISTIC
-        return self._decided(point, command, source, cause, asked_s)
+        return self._decided(point, index, source, cause, asked_s)
 
-    def _decided(self, point: DecisionPoint, command: Command, source: str, cause: str, asked_s: float) -> Decided:
-        took_s, g = self._now_s() - asked_s, command.group_index
+    def _decided(self, point: DecisionPoint, index: int, source: str, cause: str, asked_s: float) -> Decided:
+        command, took_s = point.commands[index], self._now_s() - asked_s
+        g = command.group_index
+        self.recent.note(point, point.mask, index, source, cause, took_s)
         if command.kind is not CommandKind.ROUTE:
             return Decided(command, source, cause, None, took_s)
         return Decided(command, source, cause, point.expected_s(g), took_s, float(point.view.correction[g]))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from envs.decision.actions import Decision
 from runtime.frames import FrameCutter, frame
 from runtime.scheduling import policy_messages as M
 from runtime.scheduling.policy_process import wanted_of
@@ -40,10 +41,16 @@ class PolicyClient(asyncio.Protocol):
     """One policy process. `state` is "starting", "ready", "refused" (the bundle cannot be used, `detail` says why) or "gone"."""
 
     def __init__(
-        self, bundle: str, candidates: int, command: Sequence[str] | None = None, now_s: Callable[[], float] = time.monotonic
+        self,
+        bundle: str,
+        candidates: int,
+        command: Sequence[str] | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+        decision: Decision = "route",
     ) -> None:
-        """command: another program that speaks the same, for tests; gets descriptor, parent's id and bundle as arguments."""
-        self._bundle, self._candidates, self._now_s = bundle, candidates, now_s
+        """decision: the kind that it shall make. command: another program that speaks the same, for tests; gets descriptor, parent's id
+        and bundle as arguments."""
+        self._bundle, self._candidates, self._decision, self._now_s = bundle, candidates, decision, now_s
         self._command = list(command or (sys.executable, "-m", "runtime.scheduling.policy_process"))
         self.state, self.detail = "gone", ""
         self.restarts = 0
@@ -136,7 +143,7 @@ class PolicyClient(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_connection(lambda: self, sock=ours)
         self._transport = transport
-        transport.write(frame(wanted_of(self._candidates)))
+        transport.write(frame(wanted_of(self._candidates, self._decision)))
 
     async def _keep(self) -> None:
         wait_s = RESTART_S

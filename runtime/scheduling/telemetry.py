@@ -18,6 +18,7 @@ from envs.decision.group_model import GroupModel
 from envs.decision.rank_experience import RankExperience
 from envs.decision.split_planner import CORNERS
 from envs.decision.traffic_experience import TrafficExperience
+from envs.domain.plans import SplitPlan
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
@@ -190,6 +191,18 @@ class Telemetry:
         self._gaps[g] = gaps = min(self._gaps[g] + 1, GAPS_KEPT)
         self._heard[2, g] = min(CORRECTION_MAX, max(CORRECTION_MIN, old + (seen - old) / gaps))
         self._has_pace[g] = True
+
+    def corner(self, g: int) -> int:
+        """Of the split in force, an index into CORNERS; -1 unknown."""
+        return int(self._corner[g])
+
+    def take_plan(self, g: int, plan: SplitPlan, corner: int) -> None:
+        """New calls of group `g` get another split: predictions follow it."""
+        for slot in (0, 1):
+            self.model.write_plan(g, slot, self.groups[g], plan)
+        self._corner[g] = corner
+        reference_s, self._capability = self.model.usual_step()
+        self.ranks.refer_to(reference_s)
 
     def forget(self, g: int) -> None:
         """Another process stands behind group `g`: what it reported is void, but for its pace, which is the hardware's."""

@@ -17,6 +17,7 @@ from runtime.gateway.app import GatewayApp, make_app
 from runtime.gateway.server import listen, make_server
 from runtime.scheduling.metrics import SchedulingMetrics
 from runtime.service import Service
+from runtime.service_admin import ServiceAdmin
 from runtime.service_config import load_service
 from runtime.tracing.tracer import Tracer
 
@@ -55,7 +56,7 @@ def live(folder: Path, **settings: Any) -> Iterator[Live]:
     async def run() -> None:
         service = Service(config)
         tracer = Tracer(config.tracing, "test") if config.tracing is not None else None
-        app = make_app(service, config.gateway, tracer=tracer)
+        app = make_app(service, config.gateway, administered=ServiceAdmin(service, "test"), tracer=tracer)
         app.state.metrics.registry.register(SchedulingMetrics(service.dispatcher))
         server = make_server(app, drain_s=2)
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
