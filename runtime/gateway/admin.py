@@ -75,9 +75,9 @@ class Admin:
         return [
             Route("/admin/state", self.state, methods=["GET"]),
             Route("/admin/requests", self.requests, methods=["GET"]),
-            Route("/admin/groups/{name}/drain", self.drain, methods=["POST"]),
-            Route("/admin/groups/{name}/undrain", self.undrain, methods=["POST"]),
-            Route("/admin/groups/{name}/resplit", self.resplit, methods=["POST"]),
+            Route("/admin/groups/{name:path}/drain", self.drain, methods=["POST"]),
+            Route("/admin/groups/{name:path}/undrain", self.undrain, methods=["POST"]),
+            Route("/admin/groups/{name:path}/resplit", self.resplit, methods=["POST"]),
         ]
 
     def check(self, request: Request) -> None:

@@ -1,6 +1,6 @@
 // Cards of the groups: load, KV, plan, ranks, and the orders that can be given. A card stays, so that what is typed in it is not lost.
 
-import { bytes, cells, el, fill, meter, number, pill, seconds, share, table } from './dom.js';
+import { bytes, cells, el, fill, meter, number, pill, seconds, share, short, table } from './dom.js';
 
 const GOOD = new Set(['serving']);
 const BAD = new Set(['dead', 'ejected']);
@@ -67,13 +67,14 @@ class Card {
       pill(group.state, kind),
       !group.accepts && GOOD.has(group.state) && pill('accepts nothing now', 'warn'));
     const kv = group.kv ?? {};
+    const detail = (group.detail ?? '').replace(/^EMULATION(; )?/, ''); // the label beside the name says that
     const load = group.running_limit ? group.running / group.running_limit : null;
     fill(this.body,
-      group.detail && el('p', { class: 'detail' }, group.detail),
+      detail && el('p', { class: 'detail' }, detail),
       meter('Running', load, `${number(group.running)} of ${number(group.running_limit)}`),
       meter('Waiting', group.queue_limit ? group.waiting / group.queue_limit : null, `${number(group.waiting)} of ${number(group.queue_limit)}`, 'wait'),
-      meter('KV memory', kv.used_fraction, kv.tokens_total === null || kv.tokens_total === undefined
-        ? share(kv.used_fraction) : `${number(kv.tokens_used)} of ${number(kv.tokens_total)} tokens`, 'kv'),
+      meter('KV', kv.used_fraction, kv.tokens_total === null || kv.tokens_total === undefined
+        ? share(kv.used_fraction) : `${short(kv.tokens_used)} of ${short(kv.tokens_total)} tokens`, 'kv'),
       meter('Compute', group.effective_compute_share, share(group.effective_compute_share), 'compute'),
       el('dl', { class: 'facts small' },
         fact('Step', seconds(group.step_s)), fact('Against forecast', `× ${number(group.step_ratio, 2)}`),
