@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from runtime.gateway.admin import Admin, Administered
 from runtime.gateway.api_keys import ApiKeys
@@ -24,6 +24,7 @@ from runtime.gateway.metrics import Metrics
 from runtime.gateway.page import Page
 from runtime.gateway.probes import Probes, error_response
 from runtime.gateway.prompt_text import PromptTexts, TextCodec
+from runtime.gateway.request_headers import RequestHeaders
 from runtime.gateway.settings import GatewaySettings
 from runtime.torch_tp.tokenizer import load_tokenizer
 from runtime.tracing.tracer import Tracer
@@ -41,10 +42,24 @@ class GatewayApp(Starlette):
     every event of a stream would cost more than the event."""
 
     straight: Mapping[str, GenerationEndpoint] = MappingProxyType({})
+    ids: RequestIds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self.straight.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        await (super().__call__(scope, receive, send) if endpoint is None else endpoint(scope, receive, send))
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        endpoint = self.straight.get(scope["path"]) if scope["method"] == "POST" else None
+        if endpoint is not None:
+            await endpoint(scope, receive, send)
+            return
+        request_id = RequestHeaders.of(scope["headers"]).request_id or self.ids.next()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        await super().__call__(scope, receive, send_with_id)
 
 
 def make_app(
@@ -114,7 +129,7 @@ def make_app(
         exception_handlers={ApiError: told, HTTPException: told, Exception: failed},
         lifespan=lifespan,
     )
-    app.straight = straight
+    app.straight, app.ids = straight, shared.ids
     app.router.redirect_slashes = False
     app.state.generation, app.state.metrics = shared, metrics
     return app
@@ -126,4 +141,7 @@ def _of_http(request: Request, error: HTTPException) -> ApiError:
     if error.status_code == 404:
         message = f"Invalid URL ({request.method} {request.url.path[:200]})"
         return ApiError(404, message, code="unknown_url", reason="not_found", headers=headers)
-    return ApiError(error.status_code, error.detail, reason="not_found" if error.status_code == 405 else "invalid", headers=headers)
+    if error.status_code == 405:
+        message = f"Not allowed to {request.method} on {request.url.path[:200]}"
+        return ApiError(405, message, code="method_not_supported", reason="not_found", headers=headers)
+    return ApiError(error.status_code, error.detail, headers=headers)

@@ -99,7 +99,7 @@ class CallMaker:
         wanted = self._logprobs(body.top_logprobs or 0, "top_logprobs", model) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-        raw = schemas.as_mapping(received.data)
+        raw = schemas.as_mapping(received.data, model.is_foreign)
         text = None
         if model.is_foreign:
             tokens = _chars_in(raw["messages"]) // FOREIGN_CHARS_PER_TOKEN + 1
@@ -123,7 +123,7 @@ class CallMaker:
                 400, "'echo' together with 'logprobs' is not supported: logprobs of a prompt are not computed.", param="echo",
                 code="unsupported", reason="unsupported",
             )  # fmt: skip
-        raw = schemas.as_mapping(received.data)
+        raw = schemas.as_mapping(received.data, model.is_foreign)
         if model.is_foreign:
             text = None
             prompts = [_foreign_prompt(source, bool(body.echo)) for source in sources]

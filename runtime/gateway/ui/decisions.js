@@ -21,7 +21,7 @@ export class Decisions {
     }
     const keys = new Set(decisions.map((decision) => `${decision.at_s}`));
     for (const key of this.open) if (!keys.has(key)) this.open.delete(key);
-    fill(this.place, decisions.slice(0, 32).map((decision) => this.#row(decision)));
+    fill(this.place, decisions.slice(0, 20).map((decision) => this.#row(decision)));
   }
 
   #row(decision) {
@@ -44,7 +44,7 @@ export class Decisions {
   }
 }
 
-const nameOf = (candidate) => [candidate.kind, candidate.group, candidate.target, candidate.detail].filter(Boolean).join(' ');
+const nameOf = (candidate) => (candidate.kind === 'route' ? candidate.group : '') || [candidate.kind, candidate.group, candidate.target, candidate.detail].filter(Boolean).join(' ');
 
 function marked(row, isChosen, isAllowed) {
   if (isChosen) row.classList.add('chosen');

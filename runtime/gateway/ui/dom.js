@@ -73,6 +73,6 @@ export function bytes(value, per = '') {
 }
 
 export const share = (value) => (known(value) ? `${(value * 100).toFixed(0)} %` : '–');
-export const number = (value, digits = 0) => (known(value) ? value.toLocaleString('en', { maximumFractionDigits: digits }) : '–');
+export const number = (value, digits = 0) => (known(value) ? value.toLocaleString('en', { maximumFractionDigits: digits, signDisplay: 'negative' }) : '–');
 export const short = (value) => (known(value) ? value.toLocaleString('en', { notation: 'compact', maximumSignificantDigits: 3 }) : '–');
 export const clock = (atS) => (known(atS) ? new Date(atS * 1000).toLocaleTimeString('en-GB') : '–');

@@ -83,7 +83,7 @@ class Card {
         group.pause_left_s > 0 && fact('Pause left', seconds(group.pause_left_s)),
         group.move_debt_s > 0 && fact('Next move after', seconds(group.move_debt_s))),
       group.plan && planOf(group),
-      (group.ranks ?? []).length > 0 && ranksOf(group));
+      group.plan && (group.ranks ?? []).length > 0 && ranksOf(group));
     this.isDrained = group.state === 'draining' || group.state === 'drained';
     this.drain.textContent = this.isDrained ? 'Undrain' : 'Drain';
     this.drain.setAttribute('aria-label', `${this.drain.textContent} ${group.name}`);
@@ -132,5 +132,5 @@ function ranksOf(group) {
       bytes(group.kv?.tokens_used === null ? null : (group.kv?.tokens_used ?? 0) * rank.kv_bytes_per_token));
   });
   return el('div', { class: 'scroll' },
-    table(`Ranks of ${group.name}`, ['Rank', 'Device', 'Speed', 'Of slowest', 'Compute', 'Stall', 'KV'], rows));
+    table(`Ranks of ${group.name}`, ['Rank', 'Device', 'Speed', 'Busy', 'Compute', 'Stall', 'KV'], rows));
 }
