@@ -109,12 +109,10 @@ def test_calls_go_through_and_are_counted_on_both_sides(pair, collector):
 def test_ranks_of_the_one_behind_are_told_by_it_alone(pair):
     front, behind = pair
     assert not [labels for name, labels in rows(front.url) if name.startswith("ballast_rank_")]
-    told = rows(behind.url)
+    told, ranks = rows(behind.url), (("pair", "0"), ("pair", "1"), ("solo-l4", "0"))
     for name in ("split_fraction", "speed_factor", "busy_fraction", "kv_bytes_used", "compute_share", "memory_bytes_per_second"):
         found = {labels for row, labels in told if row == f"ballast_rank_{name}"}
-        assert found == {(("group", "pair"), ("rank", "0")), (("group", "pair"), ("rank", "1")), (("group", "solo-l4"), ("rank", "0"))}, (
-            name
-        )
+        assert found == {(("group", group), ("rank", rank)) for group, rank in ranks}, name
     shares = [value for (name, labels), value in told.items() if name == "ballast_rank_split_fraction" and ("group", "pair") in labels]
     assert sum(shares) == pytest.approx(1.0)
     groups = {name: value for (name, labels), value in told.items() if ("group", "pair") in labels and name.startswith("ballast_group_")}
