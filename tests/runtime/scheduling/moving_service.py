@@ -65,8 +65,9 @@ class MovingService:
 
     # --- within its loop ----------------------------------------------------------------------------------------------------
 
-    def ask(self, number: int, max_tokens: int = 100) -> Call:
+    def ask(self, number: int, max_tokens: int | None = None) -> Call:
         """Greedy, no end before the limit; the same number is the same prompt."""
+        max_tokens = max_tokens or (100 if self.kind == "torch_tp" else 40)
         ids = tuple(3 + (7 * number + i) % 200 for i in range(5 + number % 9))
         return call(len(ids), max_tokens, prompt_ids=ids, ignore_eos=True)
 
