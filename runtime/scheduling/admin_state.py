@@ -24,6 +24,8 @@ GROUP_COMMANDS = (
     CommandKind.RESTORE, CommandKind.REGROUP,
 )  # fmt: skip
 
+ALWAYS_COUNTED = ("retries", "attempts_lost", "busy", "groups_lost", "moved_calls", "requeued_calls")
+
 
 def state_of(
     dispatcher: Dispatcher, control: ControlLoop, kinds: Sequence[str], states: Sequence[tuple[str, str]], bundles: Mapping[str, str | None]
@@ -56,7 +58,7 @@ def state_of(
             "next_tick_s": control.next_tick_s(),
             "budget_fraction": settings.budget_fraction,
         },
-        "counters": {"retries": 0, "attempts_lost": 0, "busy": 0, "groups_lost": 0, "moved_calls": 0, "requeued_calls": 0} | dict(dispatcher.counts),
+        "counters": dict.fromkeys(ALWAYS_COUNTED, 0) | dict(dispatcher.counts),
     }  # fmt: skip
 
 

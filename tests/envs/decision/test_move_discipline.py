@@ -42,7 +42,8 @@ def test_time_in_moves_stays_within_the_budget():
 
 
 def test_a_swinging_load_is_followed_ever_less():
-    """A load that wants another split every 20 s gets fewer than one in ten of 180 within the hour; after a long calm it is followed again."""
+    """A load that wants another split every 20 s gets fewer than one in ten of 180 within the hour; after a long calm it is followed
+    again."""
     clock = Clock()
     discipline = MoveDiscipline(1, clock)
     made = 0
@@ -87,7 +88,8 @@ def test_a_migrated_call_stays_and_its_target_pays():
 
 
 def test_the_smallest_sufficient_relief_comes_first():
-    """Scale out was chosen while requeueing promises 1.5 times sooner: requeue it is, until that has had its 10 s; a hopeless requeue is no bar."""
+    """Scale out was chosen while requeueing promises 1.5 times sooner: requeue it is, until that has had its 10 s; a hopeless requeue is
+    no bar."""
     clock = Clock()
     discipline = MoveDiscipline(3, clock)
     requeue, migrate, out = Command(K.REQUEUE, 0, 1), Command(K.MIGRATE, 0, 1, 5), Command(K.SCALE_OUT, 2)

@@ -1,4 +1,5 @@
-"""The control loop decides as the simulator does, from the service's own snapshot, and never makes moving the work. Clock injected, no sleeping."""
+"""The control loop decides as the simulator does, from the service's own snapshot, and never makes moving the work. Clock injected, no
+sleeping."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ async def square_wave(service: EmulatedService) -> list[Move]:
 
 
 def test_a_square_wave_of_load_makes_no_oscillation(kernels):
-    """Undisciplined, the planner would follow every swing; disciplined, it follows the first ones, then ever fewer, in less than 5 % of the time."""
+    """Undisciplined, the planner would follow every swing; disciplined, it follows the first ones, then ever fewer, in less than 5 % of
+    the time."""
     counts = {}
 
     async def body(service: EmulatedService) -> None:
@@ -134,7 +136,8 @@ def test_a_square_wave_of_load_makes_no_oscillation(kernels):
 
 
 def test_a_pressed_fleet_requeues_first_then_starts_the_parked_group(kernels):
-    """Group 0 is flooded while group 1 is nearly idle: its queue is asked again before a cold start is paid. Pressed on, the parked group comes."""
+    """Group 0 is flooded while group 1 is nearly idle: its queue is asked again before a cold start is paid. Pressed on, the parked
+    group comes."""
     limits = replace(LIMITS, max_running=2, queue_limit=64)
 
     async def body(service: EmulatedService) -> None:
@@ -181,7 +184,8 @@ def test_the_candidates_are_the_simulators(kernels):
 
 
 def test_a_very_slow_rank_is_left_out_and_taken_back(kernels):
-    """One rank of two at a tenth of its speed: the group falls back to the other by itself; when it is well again and the stay is over, both serve."""
+    """One rank of two at a tenth of its speed: the group falls back to the other by itself; when it is well again and the stay is over,
+    both serve."""
 
     async def body(service: EmulatedService) -> None:
         backend, plans = service.backends[0], service.dispatcher.plans

@@ -1,4 +1,5 @@
-"""Groups are split anew, drained, started and stopped, and calls moved, while calls run: none is lost, each token comes once, same greedy text."""
+"""Groups are split anew, drained, started and stopped, and calls moved, while calls run: none is lost, each token comes once, same
+greedy text."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ async def _under_load(service: MovingService, references: list[str], moves) -> N
 
 
 def test_a_resplit_loses_nothing(service: MovingService, references: list[str]):
-    """Three splits in a row, so that the oldest plan's residents must move: by shares, by a corner, back. The group reports what was asked."""
+    """Three splits in a row, so that the oldest plan's residents must move: by shares, by a corner, back. The group reports what was
+    asked."""
     moves = service.control.moves
 
     async def body() -> None:
@@ -178,7 +180,9 @@ def test_a_conversation_survives_the_drain_of_its_group(service: MovingService, 
     prompt = tuple(3 + i % 200 for i in range(70))
 
     def turn(extra: int):
-        return service.ask(0, 8).__class__(**{**_fields(service.ask(0, 8)), "prompt_ids": prompt + (9,) * extra, "prompt_tokens": 70 + extra})
+        return service.ask(0, 8).__class__(
+            **{**_fields(service.ask(0, 8)), "prompt_ids": prompt + (9,) * extra, "prompt_tokens": 70 + extra}
+        )
 
     async def body() -> None:
         dispatcher = service.dispatcher
