@@ -128,7 +128,9 @@ class EmulatedBackend:
         now_s = self._now_s()
         if self.is_alive and (self._report is None or now_s - self._report.at_s >= REPORT_AGE_MAX_S):
             self._advance(now_s)
-            self._report = replace(self._reader.report(0, now_s, self._names), plan=self._plan_report())
+            said = self._reader.report(0, now_s, self._names)
+            has_pace = self._state.group_float[0, L.GF_PREDICTED_S] > 0.0  # a newcomer is no faster or slower than declared: nobody knows
+            self._report = replace(said, plan=self._plan_report(), correction=said.correction if has_pace else None)
         return self._report
 
     def _plan_report(self) -> PlanReport:

@@ -122,6 +122,7 @@ class GroupHost:
             version = (await asyncio.to_thread(engine.set_plan, chosen[0], RESPLIT_DEADLINE_S, cuts=cuts)).version
         except (GroupError, ValueError, TimeoutError, IndexError) as refused:
             error = str(refused) or type(refused).__name__
+        self._say(M.report_to_wire(self._report()))  # so that nobody believes an older one
         self._say([M.RESPLITTED, number, version, engine.plan_paused_s - paused_s, error])
 
     async def _report_for_ever(self) -> None:

@@ -19,11 +19,12 @@ from runtime.scheduling.move_execution import FOREIGN, NO_REGROUP, Move
 from runtime.scheduling.policy_guard import PolicyGuard
 from runtime.scheduling.recent_decisions import finite, name_of
 
-COUNTERS = ("retries", "attempts_lost", "busy", "groups_lost", "moved_calls", "requeued_calls")  # there before they happen
 GROUP_COMMANDS = (
     CommandKind.SET_SPLIT, CommandKind.REQUEUE, CommandKind.MIGRATE, CommandKind.SCALE_OUT, CommandKind.SCALE_IN, CommandKind.FALL_BACK,
     CommandKind.RESTORE, CommandKind.REGROUP,
 )  # fmt: skip
+
+ALWAYS_COUNTED = ("retries", "attempts_lost", "busy", "groups_lost", "moved_calls", "requeued_calls")
 
 
 def state_of(
@@ -57,7 +58,7 @@ def state_of(
             "next_tick_s": control.next_tick_s(),
             "budget_fraction": settings.budget_fraction,
         },
-        "counters": dict.fromkeys(COUNTERS, 0) | dict(dispatcher.counts),
+        "counters": dict.fromkeys(ALWAYS_COUNTED, 0) | dict(dispatcher.counts),
     }  # fmt: skip
 
 

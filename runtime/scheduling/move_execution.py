@@ -87,6 +87,8 @@ class MoveExecution:
     def why_not(self, command: Command) -> str:
         """Why a command is not possible now, whatever it is worth; "" where it is."""
         g, target = command.group_index, command.target_index
+        if command.kind is CommandKind.KEEP:
+            return ""
         if command.kind is CommandKind.REGROUP:
             return NO_REGROUP
         concerned = [g, target] if command.kind is CommandKind.MIGRATE else [g]

@@ -22,6 +22,7 @@ from runtime.scheduling.telemetry import Telemetry
 
 RATE_MEAN_S = 2.0  # time constant of what was done "lately"
 UNKNOWN_CORNER = -1
+REPORT_LATE_S = 1.0
 MEASURED_WEIGHT = 0.3
 
 
@@ -63,6 +64,8 @@ class ServedPlans:
 
     def _take_plan(self, g: int, said: PlanReport) -> None:
         version, corner = self._commanded[g]
+        if said.version < version and self._now_s() - self._switched_s[g] < REPORT_LATE_S:
+            return  # said before the last command; later on it is an engine that began to count anew
         corner = corner if said.version == version else self._corner_of_start(g, said)
         plan = self._plan_of(g, said)
         if (plan.query_heads, plan.mlp_blocks, plan.vocabulary_rows) != _widths(self.plans[g]) or corner != self._telemetry.corner(g):
