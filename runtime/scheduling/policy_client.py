@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 UNANSWERED_MAX = 64
 AT_ONCE_S = 0.0005
-"""The event loop stands still for at most so long for an answer. It usually comes in a fifth of that; a turn of a busy loop takes many times
-as long, and would give the policy one decision per turn."""
+"""The event loop stands still for at most so long for an answer. It usually comes in a fifth of that; a turn of a busy loop takes many
+times as long, and would give the policy one decision per turn."""
 SELECTABLE = 1024
 """`select` looks at no higher descriptors; it is the one call that waits less than a millisecond."""
 STUCK_S = 2.0
