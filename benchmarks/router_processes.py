@@ -73,12 +73,14 @@ class Backends(AbstractContextManager["Backends"]):
             )
             for port, gap in zip(PORTS, gaps, strict=True)
         ]
+        time.sleep(0.3)  # one whose port is taken has ended by then
         for port in PORTS:
             wait_for(f"http://127.0.0.1:{port}/health", self.processes)
 
-    def fault(self, which: Sequence[int], mode: str, n: int = 0) -> None:
+    def fault(self, which: Sequence[int], mode: str, n: int = 0, count: int = 0) -> None:
+        """count: requests that it strikes, 0 for all until another fault is set."""
         for i in which:
-            post(f"http://127.0.0.1:{PORTS[i]}/mock/fault", {"mode": mode, "n": n})
+            post(f"http://127.0.0.1:{PORTS[i]}/mock/fault", {"mode": mode, "n": n, "count": count})
 
     def stats(self) -> list[dict[str, Any]]:
         return [json.loads(get(f"http://127.0.0.1:{port}/mock/stats")) for port in PORTS]
@@ -132,13 +134,18 @@ class Gateway(Router):
         super().__init__("ballast", f"http://127.0.0.1:{GATEWAY_PORT}", command, folder / "ballast.log")
 
     def wait(self) -> None:
-        """Until it answers and its policy decides."""
-        super().wait()
+        """Until all groups serve and its policy decides; asks for no answer, which slow servers may take long over."""
+        wait_for(f"{self.url}/livez", [self.process])
         end_s = time.monotonic() + START_S
-        while self.metric('ballast_policy_state{state="ready"}') != 1.0 or self.metric("ballast_policy_breaker_state") != 0.0:
+        while not self._is_ready(self.metrics()):
             if time.monotonic() > end_s:
-                raise RuntimeError(f"the policy did not get ready within {START_S:g} s; see {self._log.name}")
+                raise RuntimeError(f"the service did not get ready within {START_S:g} s; see {self._log.name}")
             time.sleep(0.1)
+
+    def _is_ready(self, metrics: dict[str, float]) -> bool:
+        serving = sum(value for name, value in metrics.items() if name.startswith("ballast_group_serving"))
+        decides = metrics.get('ballast_policy_state{state="ready"}') == 1.0 and metrics.get("ballast_policy_breaker_state") == 0.0
+        return decides and serving == len(PORTS)
 
     def metric(self, name: str) -> float:
         """A series of /metrics by its name and labels as written there; 0 where it is absent."""
@@ -185,11 +192,13 @@ def peer(name: str, environment: Path | None, folder: Path, scratch: Path) -> Ro
 def wait_for(url: str, processes: Sequence[subprocess.Popen[bytes]]) -> None:
     end_s = time.monotonic() + START_S
     while True:
+        if any(process.poll() is not None for process in processes):
+            raise RuntimeError(f"a process behind {url} did not start; is its port taken?")
         try:
             get(url)
             return
         except OSError as error:
-            if time.monotonic() > end_s or any(process.poll() is not None for process in processes):
+            if time.monotonic() > end_s:
                 raise RuntimeError(f"{url} did not answer: {error}") from error
             time.sleep(0.05)
 

@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks.conditions import MachineLoad, spread
 from benchmarks.reporting import Bar, at_least, at_most, print_bars
-from benchmarks.router_drills import DRILLS, Drill, many_streams, scene
+from benchmarks.router_drills import DRILLS, Drill, many_streams, run, scene
 from benchmarks.router_processes import PORTS, PROJECT, Backends, Gateway, Router, bench_folder, load_bench, peer
 
 CLIENTS = 32
@@ -165,7 +165,7 @@ def drills(options: argparse.Namespace, folder: Path, scratch: Path) -> list[Bar
         if options.drill and name not in options.drill:
             continue
         with scene(folder, scratch, options.bundle, tokens, **how) as at:
-            found = asyncio.run(drill(at))
+            found = asyncio.run(run(drill, at))
         for bar in found:
             print(f"{'ok  ' if bar.ok else 'MISS'} {bar.name}: {bar.value:g} (wanted {bar.wanted:g})", flush=True)
         bars += found

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from envs.domain.requests import SERVICE_CLASSES
 from runtime.torch_tp.requests import SamplingSettings, TokenLogprobs
 
@@ -39,7 +41,7 @@ class Call:
     with ids, else an estimate. max_tokens: of the answer, at least 1. logprobs: None, or how many of the likeliest tokens to report beside
     the chosen one's. class_index: into SERVICE_CLASSES. priority: higher first. deadline_s: on the monotonic clock. body: the request as it
     came, for foreign backends (n, stream and the like are the gateway's business: a backend sets them anew). ignore_eos, min_tokens,
-    stop_ids: as in GenerationRequest.
+    stop_ids: as in GenerationRequest. is_stream: its caller watches the answer come in, token by token.
     """
 
     call_id: str
@@ -60,6 +62,7 @@ class Call:
     ignore_eos: bool = False
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
+    is_stream: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -72,9 +75,8 @@ class Call:
             raise ValueError(f"Call {self.call_id!r}: class_index={self.class_index} unknown; there are {len(SERVICE_CLASSES)} classes")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One token of an answer, or its end, or both.
+class Piece(msgspec.Struct, frozen=True):
+    """One token of an answer, or its end, or both. A Struct, since there is one for every token: a frozen dataclass takes ten times as long.
 
     index: place of its token in the answer, from 0; of an end without a token, the number of tokens. token: None in an end without one, or
     where the backend does not say. text: what may be shown now. finish_reason: with the last piece ("stop", "length", …), else None.

@@ -190,7 +190,7 @@ class OpenAiHttpBackend:
     async def _pieces(self, answer: HttpConnection, call: Call) -> AsyncIterator[Piece]:
         """Pieces of an event stream, one per event; where nobody watches it come in, one per arrival. The last one waits for the usage that
         follows it. Raises: BackendFault for a broken stream."""
-        is_watched = bool(call.body.get("stream"))
+        is_watched = call.is_stream
         index, begun_line = 0, b""
         usage: _Usage | None = None
         last: Piece | None = None

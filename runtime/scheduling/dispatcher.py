@@ -186,7 +186,7 @@ class Dispatcher:
             raise _refusal("draining", "the service is shutting down", 1.0)
         if self.in_flight >= self.settings.in_flight_max:
             raise _refusal("queue_full", f"{self.in_flight} calls are being served; at most that many", 1.0)
-        if not self.groups.alive().any():
+        if not self.groups.any_alive():
             raise _refusal("no_capacity", "no group can serve now", self._retry_after_s())
         admission = self.class_breaker.admit(call.class_index)
         if not admission.is_allowed:
@@ -293,6 +293,8 @@ class Dispatcher:
 
     def _excluded(self, call: Call, begun: Begun, failed: frozenset[int]) -> frozenset[int]:
         """Groups that may not take the call (on): those that failed it, unless no other one lives, and those that cannot go on exactly."""
+        if not failed and not begun.pieces:
+            return failed
         alive = self.groups.alive()
         stuck = frozenset(g for g in failed if alive[[i for i in range(len(alive)) if i not in failed]].any() or not alive[g])
         if not begun.pieces:

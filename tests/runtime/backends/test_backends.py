@@ -46,9 +46,8 @@ def ask(max_tokens: int = 24, prompt_tokens: int = 5, **more):
         "seed": sampling.seed,
         "stop": list(more.get("stop_strings", ())),
         "prompt": list(ids),
-        "stream": True,
     }
-    return call(prompt_tokens, max_tokens, prompt_ids=ids, ignore_eos=True, body=body, **more)
+    return call(prompt_tokens, max_tokens, prompt_ids=ids, ignore_eos=True, body=body, is_stream=True, **more)
 
 
 def shown(pieces):

@@ -98,7 +98,7 @@ def test_an_answer_that_nobody_watches_is_saved_too(at):
         for backend in service.backends:
             backend.server.fault, backend.server.gap_s = fault, 0.0
         asked = ask()
-        asked = replace(asked, body={**asked.body, "stream": False})
+        asked = replace(asked, is_stream=False)
         pieces = await collect(service, asked)
         assert struck
         assert "".join(piece.text for piece in pieces) == "".join(service.backends[0].server.words({**asked.body, "max_tokens": 24}))
