@@ -101,8 +101,9 @@ async def all_busy(at: Scene) -> list[Bar]:
 
 
 async def dies_in_streams(at: Scene) -> list[Bar]:
-    """Three streams of each server are cut after their fifth token."""
-    at.backends.fault(range(len(at.backends.processes)), "die", 5, count=3)
+    """The server that is asked most cuts six streams after their fifth token."""
+    await at.callers.many(40, 8, is_stream=True)
+    at.backends.fault((_busiest(at),), "die", 5, count=6)
     outcomes = await at.callers.many(24, 8, is_stream=True)
     return [
         at_least("dies at token 5: streams cut", _lost(at), 6, 24),
@@ -112,9 +113,10 @@ async def dies_in_streams(at: Scene) -> list[Bar]:
 
 
 async def falls_silent(at: Scene) -> list[Bar]:
-    """itl_ms 10: the bar is 3 x 10 ms + 2 s from the last token to the next. Two streams of each server fall silent after their fifth."""
+    """itl_ms 10: the bar is 3 x 10 ms + 2 s from the last token to the next. Four streams of the server that is asked most fall
+    silent after their fifth."""
     await at.callers.many(40, 8, is_stream=True)  # the usual gap is known
-    at.backends.fault(range(len(at.backends.processes)), "hang", 5, count=2)
+    at.backends.fault((_busiest(at),), "hang", 5, count=4)
     outcomes = await at.callers.many(24, 8, is_stream=True)
     silent_s = max(max(outcome.gaps_s, default=0.0) for outcome in outcomes)
     return [
@@ -122,6 +124,11 @@ async def falls_silent(at: Scene) -> list[Bar]:
         at_most("silent stream: s until it goes on", silent_s, 3 * 0.010 + 2.0, 24),
         at_most("silent stream: not whole of 24", failed(outcomes), 0, 24),
     ]
+
+
+def _busiest(at: Scene) -> int:
+    requests = [int(stats["requests"]) for stats in at.backends.stats()]
+    return requests.index(max(requests))
 
 
 def _lost(at: Scene) -> float:

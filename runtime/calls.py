@@ -41,7 +41,7 @@ class Call:
     with ids, else an estimate. max_tokens: of the answer, at least 1. logprobs: None, or how many of the likeliest tokens to report beside
     the chosen one's. class_index: into SERVICE_CLASSES. priority: higher first. deadline_s: on the monotonic clock. body: the request as it
     came, for foreign backends (n, stream and the like are the gateway's business: a backend sets them anew). ignore_eos, min_tokens,
-    stop_ids: as in GenerationRequest. is_stream: its caller watches the answer come in, token by token.
+    stop_ids: as in GenerationRequest.
     """
 
     call_id: str
@@ -62,7 +62,6 @@ class Call:
     ignore_eos: bool = False
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
-    is_stream: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -76,11 +75,12 @@ class Call:
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """One token of an answer, or its end, or both. A Struct, since there is one for every token: a frozen dataclass takes ten times as long.
+    """One token of an answer, or several that came together, or its end, or both. A Struct, since there are so many: a frozen dataclass
+    takes ten times as long to make.
 
-    index: place of its token in the answer, from 0; of an end without a token, the number of tokens. token: None in an end without one, or
-    where the backend does not say. text: what may be shown now. finish_reason: with the last piece ("stop", "length", …), else None.
-    prompt_tokens, output_tokens: with the last piece.
+    index: place of its first token in the answer, from 0; of an end without a token, the number of tokens. token: None in an end without
+    one, where there are several, or where the backend does not say. text: what may be shown now. parts: the texts of several, one each.
+    finish_reason: with the last piece ("stop", "length", …), else None. prompt_tokens, output_tokens: with the last piece.
     """
 
     index: int
@@ -90,6 +90,12 @@ class Piece(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    parts: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """How many it brings, as far as one can see."""
+        return len(self.parts) or int(self.token is not None or bool(self.text))
 
 
 class Refusal(Exception):

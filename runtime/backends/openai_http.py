@@ -148,12 +148,11 @@ class OpenAiHttpBackend:
                 if answer.status != 200:
                     raise await self._refusal(answer)
                 skip = _Skip(begun)
-                async for piece in self._pieces(answer, call):
+                async for piece in self._pieces(answer, call, is_joined=not begun.pieces):
                     rest = skip.rest_of(piece, self.name)
-                    if rest is not None:
-                        yield rest
-                        if rest.finish_reason is not None:
-                            return
+                    yield rest
+                    if rest.finish_reason is not None:
+                        return
             finally:
                 answer.release()
         except HttpRefused as error:
@@ -187,54 +186,49 @@ class OpenAiHttpBackend:
             return BadCall(_message_of(text), status=answer.status)
         return BackendFault(message)
 
-    async def _pieces(self, answer: HttpConnection, call: Call) -> AsyncIterator[Piece]:
-        """Pieces of an event stream, one per event; where nobody watches it come in, one per arrival. The last one waits for the usage that
+    async def _pieces(self, answer: HttpConnection, call: Call, is_joined: bool) -> AsyncIterator[Piece]:
+        """Pieces of an event stream; events that arrive together are one piece where `is_joined`. The last one waits for the usage that
         follows it. Raises: BackendFault for a broken stream."""
-        is_watched = call.is_stream
         index, begun_line = 0, b""
         usage: _Usage | None = None
-        last: Piece | None = None
+        last: str | None = None  # the finish reason
+        texts: list[str] = []
         while chunk := await answer.read_some():
             lines = (begun_line + chunk).split(b"\n") if begun_line else chunk.split(b"\n")
             begun_line = lines.pop()
             if len(begun_line) > EVENT_BYTES_MAX:
                 raise BackendFault(f"{self.name}: an event of over {EVENT_BYTES_MAX} bytes")
-            together: list[str] = []
             for line in lines:
                 if not line.startswith(b"data:"):
                     continue
                 data = line[5:].strip()
                 if data == b"[DONE]":
-                    yield self._ended(last, "".join(together), index, usage, call)
+                    yield self._ended(last, texts, index, usage, call)
                     return
                 event = self._event(data)
                 usage = event.usage or usage
                 for choice in event.choices or ():
-                    text, reason = _text_of(choice), choice.finish_reason
-                    if reason is not None:
-                        last = Piece(index, None, text, None, str(reason))
-                    elif text and is_watched:
-                        yield Piece(index, None, text)
-                        index += 1
-                    elif text:
-                        together.append(text)
-            if together and last is None:
-                yield Piece(index, None, "".join(together))
-                index += 1
-            elif together:
-                assert last is not None
-                last = Piece(index, None, "".join(together) + last.text, None, last.finish_reason)
+                    text = _text_of(choice)
+                    if text:
+                        texts.append(text)
+                    if choice.finish_reason is not None:
+                        last = str(choice.finish_reason)
+                if texts and last is None and not is_joined:
+                    yield _joined(index, texts)
+                    index, texts = index + len(texts), []
+            if texts and last is None:
+                yield _joined(index, texts)
+                index, texts = index + len(texts), []
         raise BackendFault(f"{self.name}: the stream was cut after {index} pieces")
 
-    def _ended(self, last: Piece | None, before: str, index: int, usage: _Usage | None, call: Call) -> Piece:
-        """The last piece, `before` the text that came in with it."""
-        if last is None:
+    def _ended(self, reason: str | None, texts: list[str], index: int, usage: _Usage | None, call: Call) -> Piece:
+        """The last piece, with `texts` that came in with it."""
+        if reason is None:
             raise BackendFault(f"{self.name}: the stream ended without a finish reason")
-        text = before + last.text
         prompt_tokens, tokens = (None, None) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
         return Piece(
-            index, None, text, None, last.finish_reason, call.prompt_tokens if prompt_tokens is None else prompt_tokens,
-            index + bool(text) if tokens is None else tokens,
+            index, None, "".join(texts), None, reason, call.prompt_tokens if prompt_tokens is None else prompt_tokens,
+            index + len(texts) if tokens is None else tokens, tuple(texts) if len(texts) > 1 else (),
         )  # fmt: skip
 
     def _event(self, data: bytes) -> _Event:
@@ -268,8 +262,8 @@ class _Skip:
         self._left, self._shift = begun.text, begun.pieces
         self._skipped = 0
 
-    def rest_of(self, piece: Piece, name: str) -> Piece | None:
-        """What of `piece` is new; None for nothing. Raises: BackendFault where the text is another one."""
+    def rest_of(self, piece: Piece, name: str) -> Piece:
+        """What of `piece` is new; an empty piece, a sign of life, for nothing. Raises: BackendFault where the text is another one."""
         text = piece.text
         if not (self._left or self._shift):
             return piece
@@ -282,9 +276,13 @@ class _Skip:
             if piece.finish_reason is not None and self._left:
                 raise BackendFault(f"{name}: ends before what was begun")
             if not text and piece.finish_reason is None:
-                return None
+                return Piece(self._shift, None, "")
         index = self._shift + piece.index - self._skipped + (1 if text and text != piece.text else 0)
         return Piece(index, None, text, None, piece.finish_reason, piece.prompt_tokens, piece.output_tokens)
+
+
+def _joined(index: int, texts: list[str]) -> Piece:
+    return Piece(index, None, texts[0]) if len(texts) == 1 else Piece(index, None, "".join(texts), parts=tuple(texts))
 
 
 def _text_of(choice: _Choice) -> str:

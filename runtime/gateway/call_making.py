@@ -227,7 +227,6 @@ class CallMaker:
             "deadline_s": received.arrival_s + timeout_s,
             "ignore_eos": bool(body.ignore_eos),
             "min_tokens": body.min_tokens or 0,
-            "is_stream": bool(body.stream),
         }
 
     def _answers_per_prompt(self, body: schemas.Settings, prompts: int) -> int:

@@ -228,7 +228,7 @@ class Exchange:
             return
         now_s = time.monotonic()
         if choice.last_token_s is not None:
-            self._gaps.add(now_s - choice.last_token_s)
+            self._gaps.add(now_s - choice.last_token_s, piece.tokens)
         choice.last_token_s = now_s
         if not self._has_text and (piece.text or piece.logprobs is not None):
             self._has_text = True

@@ -326,7 +326,7 @@ class Dispatcher:
                     piece = await self._next_piece(pieces, call, attempt, watch)
                     if piece.index < generated and piece.token is not None:
                         raise _Lost(f"{backend.name} sent token {piece.index} again")
-                    generated = max(generated, piece.index + (piece.token is not None or bool(piece.text)))
+                    generated = max(generated, piece.index + piece.tokens)
                     self._note_piece(attempt, generated)
                     if piece.finish_reason == "error":
                         raise _Lost(f"{backend.name}: its engine gave the call up")
@@ -424,7 +424,7 @@ class _Sent:
         if piece.token is not None:
             self.tokens.append(piece.token)
         self.text.append(piece.text)
-        self.pieces += piece.token is not None or bool(piece.text)
+        self.pieces += piece.tokens
 
     def begun(self) -> Begun:
         return Begun(tuple(self.tokens), "".join(self.text), self.pieces) if self.pieces else NOTHING
