@@ -280,8 +280,8 @@ class EmulatedBackend:
             elif index + 1 == len(inside.answer):
                 text += inside.text.finish()
                 reason = inside.answer.finish_reason if inside.text.matched is None else "stop"
-            ends = (call.prompt_tokens, index + 1, times) if reason else ()
-            inside.pieces.append(Piece(index, token, text, None, reason, *ends))
+            ends = {"prompt_tokens": call.prompt_tokens, "output_tokens": index + 1, "times": times} if reason else {}
+            inside.pieces.append(Piece(index, token, text, None, reason, **ends))
             if reason is not None:
                 break
         inside.sent = upto

@@ -198,8 +198,8 @@ def piece_of_event(event: TokenEvent) -> Piece:
     times = None
     if np.isfinite(spans_s).all():
         times = AnswerTimes(*spans_s.tolist(), report.parts, report.preemptions, report.hit_tokens)
-    ends = report.prompt_tokens, report.output_tokens, times
-    return Piece(event.index, event.token, event.text, event.logprobs, event.finish_reason, *ends)
+    ends = report.prompt_tokens, report.output_tokens
+    return Piece(event.index, event.token, event.text, event.logprobs, event.finish_reason, *ends, times=times)
 
 
 async def run(descriptor: int) -> int:

@@ -64,7 +64,7 @@ def piece_of(message: Sequence[Any]) -> Piece:
     _, _, index, token, text, logprobs, reason, prompt_tokens, output_tokens, *rest = message
     found = None if logprobs is None else TokenLogprobs(logprobs[0], tuple((int(t), float(p)) for t, p in logprobs[1]))
     times = AnswerTimes(**{**rest[0], "parts": tuple(rest[0]["parts"])}) if rest else None
-    return Piece(index, token, text, found, reason, prompt_tokens, output_tokens, times)
+    return Piece(index, token, text, found, reason, prompt_tokens, output_tokens, times=times)
 
 
 def resplit(number: int, plan: SplitPlan) -> list[Any]:

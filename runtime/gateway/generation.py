@@ -10,16 +10,17 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from runtime.calls import Piece, Refusal
-from runtime.gateway.answers import Answer, deadline_passed, error_events
+from runtime.gateway.answers import Answer, Choice, deadline_passed, error_events
 from runtime.gateway.api_keys import ApiKeys
 from runtime.gateway.call_making import Asked, CallMaker, Received, RequestIds
+from runtime.gateway.departure import Watch
 from runtime.gateway.errors import JSON_TYPE, ApiError, from_refusal, internal_error
 from runtime.gateway.interface import Dispatcher
-from runtime.gateway.merging import merged
+from runtime.gateway.merging import close, merged
 from runtime.gateway.metrics import Metrics
 from runtime.gateway.request_headers import RequestHeaders
 from runtime.gateway.settings import GatewaySettings
@@ -44,48 +45,6 @@ STREAM_HEADERS = (
 
 class Gone(Exception):
     """The caller left; nobody is there to be told anything."""
-
-
-class Watch:
-    """Looks out, while a task works, for its caller's leaving and for the deadline: either cancels the task."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._task = asyncio.current_task()
-        self._watcher = asyncio.ensure_future(self._look_out())
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_over = False
-        self.has_left = False
-        self.is_late = False
-
-    def set_deadline(self, in_s: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(max(in_s, 0.0), self._expire)
-
-    def stop(self) -> None:
-        """From here on nothing is cancelled any more."""
-        self._is_over = True
-        self._watcher.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def take_back(self) -> None:
-        """The task's cancellation was this watch's, and is dealt with."""
-        assert self._task is not None
-        self._task.uncancel()
-
-    async def _look_out(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.has_left = self._cancel()
-
-    def _expire(self) -> None:
-        self.is_late = self._cancel()
-
-    def _cancel(self) -> bool:
-        """Only the first reason counts."""
-        if self._is_over or self.has_left or self.is_late or self._task is None:
-            return False
-        return self._task.cancel()
 
 
 class Generation:
@@ -150,13 +109,14 @@ class Exchange:
     """One request and its answer."""
 
     def __init__(self, kind: str, shared: Generation, scope: Scope, receive: Receive, send: Send) -> None:
-        self._kind, self._shared, self._receive, self._send = kind, shared, receive, send
+        self._kind, self._shared, self._scope, self._receive, self._send = kind, shared, scope, receive, send
         self._headers = RequestHeaders.of(scope["headers"])
         self._own_id = shared.ids.next()
         self._id_header = (b"x-request-id", (self._headers.request_id or self._own_id).encode())
         self._arrival_s = time.monotonic()
         self._has_text = False
         self._has_started = False
+        self._pending = b""
         self._answer: Answer | None = None
         self.body_bytes = 0
         self.notes = RequestNotes(self._headers.request_id or self._own_id, kind, self._arrival_s)
@@ -170,7 +130,7 @@ class Exchange:
         try:
             self._shared.admit(self._headers)
             data = await self._read_body()
-            watch = Watch(self._receive)
+            watch = Watch(self._scope, self._receive)
             asked = await make(Received(data, self._headers, self._own_id, self._arrival_s))
             del data  # it is not kept while the answer is made
             self._note_asked(asked)
@@ -252,55 +212,52 @@ class Exchange:
     async def _serve(self, asked: Asked, watch: Watch) -> None:
         answer = self._answer = Answer(asked)
         self._gaps = self._shared.metrics.of_model(asked.model).gap[asked.calls[0].class_index]
-        pieces = merged(asked.calls, self._shared.dispatcher.run)
-        try:
-            if asked.is_stream:
-                await self._stream(answer, pieces, watch)
-            else:
-                await self._collect(answer, pieces, watch)
-        finally:
-            await pieces.aclose()
-
-    async def _collect(self, answer: Answer, pieces: AsyncGenerator[tuple[int, Piece], None], watch: Watch) -> None:
-        async for place, piece in pieces:
-            if answer.choices[place].finish_reason is None:  # a backend's afterthought is not shown
-                self._take(answer, place, piece, is_kept=True)
+        if len(asked.calls) == 1:  # nearly all requests
+            pieces = self._shared.dispatcher.run(asked.calls[0])
+            try:
+                async for piece in pieces:
+                    await self._show(answer, 0, piece)
+            finally:
+                await close(pieces)
+        else:
+            of_all = merged(asked.calls, self._shared.dispatcher.run)
+            try:
+                async for place, piece in of_all:
+                    await self._show(answer, place, piece)
+            finally:
+                await of_all.aclose()
         self._check_whole(answer)
-        body = answer.json()
+        last = self._pending + answer.last_events() if asked.is_stream else answer.json()
         watch.stop()
         self._count_answer(answer)
-        await self._start(200, [JSON_TYPE, (b"content-length", b"%d" % len(body))])
-        await self._send({"type": "http.response.body", "body": body})
+        if not asked.is_stream:
+            await self._start(200, [JSON_TYPE, (b"content-length", b"%d" % len(last))])
+        await self._send({"type": "http.response.body", "body": last})
 
-    async def _stream(self, answer: Answer, pieces: AsyncGenerator[tuple[int, Piece], None], watch: Watch) -> None:
-        """The status waits for the first piece: until then a refusal is an answer of its own."""
-        pending = b""
-        open_choices = len(answer.choices)
-        async for place, piece in pieces:
-            if answer.choices[place].finish_reason is not None:  # a backend's afterthought is not shown
-                continue
-            self._take(answer, place, piece, is_kept=False)
-            if piece.finish_reason is not None:
-                open_choices -= 1
-            pending += answer.events(place, piece)
-            if not self._has_started:
-                await self._start(200, STREAM_HEADERS)
-            if pending and open_choices:  # the last piece goes out together with what ends the stream
-                data, pending = pending, b""
-                await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._check_whole(answer)
-        watch.stop()
-        self._count_answer(answer)
-        await self._send({"type": "http.response.body", "body": pending + answer.last_events()})
-
-    def _take(self, answer: Answer, place: int, piece: Piece, is_kept: bool) -> None:
+    async def _show(self, answer: Answer, place: int, piece: Piece) -> None:
+        """Take a piece in, and send what it adds to a stream. The status waits for the first piece, since until then a refusal is an answer
+        of its own. The last piece goes out together with what ends the stream."""
         choice = answer.choices[place]
+        if choice.finish_reason is not None:  # a backend's afterthought is not shown
+            return
+        is_stream = answer.asked.is_stream
+        self._take(answer, choice, piece, is_kept=not is_stream)
+        if not is_stream:
+            return
+        self._pending += answer.events(place, piece)
+        if not self._has_started:
+            await self._start(200, STREAM_HEADERS)
+        if self._pending and (piece.finish_reason is None or any(choice.finish_reason is None for choice in answer.choices)):
+            data, self._pending = self._pending, b""
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def _take(self, answer: Answer, choice: Choice, piece: Piece, is_kept: bool) -> None:
         choice.take(piece, is_kept)
         if piece.token is None and not piece.text:
             return
         now_s = time.monotonic()
         if choice.last_token_s is not None:
-            self._gaps.add(now_s - choice.last_token_s)
+            self._gaps.add(now_s - choice.last_token_s, piece.tokens)
         choice.last_token_s = now_s
         if not self._has_text and (piece.text or piece.logprobs is not None):
             self._has_text = True

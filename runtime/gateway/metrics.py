@@ -44,9 +44,12 @@ class Spread:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, together: int = 1) -> None:
+        """together: so many values, all but the first 0."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+        if together > 1:
+            self.counts[0] += together - 1
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, how many up to it), as Prometheus wants them."""

@@ -193,7 +193,7 @@ class Dispatcher:
             raise _refusal("draining", "the service is shutting down", 1.0)
         if self.in_flight >= self.settings.in_flight_max:
             raise _refusal("queue_full", f"{self.in_flight} calls are being served; at most that many", 1.0)
-        if not self.groups.alive().any():
+        if not self.groups.any_alive():
             raise _refusal("no_capacity", "no group can serve now", self._retry_after_s())
         admission = self.class_breaker.admit(call.class_index)
         if not admission.is_allowed:
@@ -324,6 +324,8 @@ class Dispatcher:
 
     def _excluded(self, call: Call, begun: Begun, failed: frozenset[int]) -> frozenset[int]:
         """Groups that may not take the call (on): those that failed it, unless no other one lives, and those that cannot go on exactly."""
+        if not failed and not begun.pieces:
+            return failed
         alive = self.groups.alive()
         stuck = frozenset(g for g in failed if alive[[i for i in range(len(alive)) if i not in failed]].any() or not alive[g])
         if not begun.pieces:
@@ -357,7 +359,7 @@ class Dispatcher:
                     piece = await self._next_piece(pieces, call, attempt, watch)
                     if piece.index < generated and piece.token is not None:
                         raise _Lost(f"{backend.name} sent token {piece.index} again")
-                    generated = max(generated, piece.index + (piece.token is not None or bool(piece.text)))
+                    generated = max(generated, piece.index + piece.tokens)
                     self._note_piece(attempt, generated)
                     if piece.finish_reason == "error":
                         raise _Lost(f"{backend.name}: its engine gave the call up")
@@ -466,7 +468,7 @@ class _Sent:
         if piece.token is not None:
             self.tokens.append(piece.token)
         self.text.append(piece.text)
-        self.pieces += piece.token is not None or bool(piece.text)
+        self.pieces += piece.tokens
 
     def begun(self) -> Begun:
         return Begun(tuple(self.tokens), "".join(self.text), self.pieces) if self.pieces else NOTHING

@@ -44,7 +44,7 @@ class GroupKeeper:
         self._keepers: dict[int, asyncio.Task[None]] = {}
         self._started = asyncio.Event()
         self._probing: dict[int, asyncio.Task[None]] = {}
-        self._is_up = np.zeros(len(backends), np.bool_)
+        self._is_up = [False] * len(backends)
         self._last_token_s = np.full(len(backends), -math.inf)
 
     async def start(self) -> None:
@@ -90,7 +90,10 @@ class GroupKeeper:
 
     def alive(self) -> BoolArray:
         """Groups that are started and whose process is not known to be gone, shape (groups,)."""
-        return self._is_up & np.fromiter((backend.is_alive for backend in self._backends), np.bool_, len(self._backends))
+        return np.array([up and backend.is_alive for up, backend in zip(self._is_up, self._backends, strict=True)], np.bool_)
+
+    def any_alive(self) -> bool:
+        return any(up and backend.is_alive for up, backend in zip(self._is_up, self._backends, strict=True))
 
     def token_made(self, g: int, now_s: float) -> None:
         """Group `g` gave somebody a token."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from envs.decision.circuit_breaker import BreakerSettings, CircuitBreaker, Outcome, ProbeLease, State
 from envs.domain.snapshot import BoolArray
-from runtime.scheduling.policy_client import PolicyAnswer, PolicyClient
+from runtime.scheduling.policy_client import AT_ONCE_S, PolicyAnswer, PolicyClient
 
 BAD_RUNNING = 3
 SILENT_S = 0.250
@@ -52,14 +52,14 @@ class PolicyGuard:
         if future is None:
             return self._none("policy_backlog")
         patience_s = min(within_s, self.deadline_s)
-        try:
-            async with asyncio.timeout(patience_s):
-                answer = await asyncio.shield(future)
-        except TimeoutError:
+        if not client.wait_briefly(future):
+            await asyncio.wait((future,), timeout=max(0.0, patience_s - AT_ONCE_S))
+        if not future.done():
             if patience_s < 0.5 * self.deadline_s:  # it had little time because others were before: not its fault
                 return self._none("queue")
             self.breaker.record_failure("deadline")
             return self._none("deadline")
+        answer = future.result()
         fault = self._fault_of(answer, mask)
         if fault is not None:
             self.breaker.record_failure(fault)
