@@ -8,6 +8,7 @@ import numpy as np
 
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
+from envs.group_kernel.jump import steps_done_by
 from runtime.backends.emulated_kernel import measured_times
 from runtime.backends.interface import CallProgress, GroupReport, RankTimes, WorkReport
 from runtime.request_notes import AnswerTimes
@@ -58,17 +59,20 @@ class KernelReader:
             pause_left_s=float(floats[R.R_PAUSE_LEFT_S]),
             rank_times=times,
             progress=progress,
-            work=self._work(g, None if times is None else measured.sum(axis=1)),
+            work=self._work(g, now_s, None if times is None else measured.sum(axis=1)),
         )
 
-    def _work(self, g: int, rank_s: np.ndarray | None) -> WorkReport:
+    def _work(self, g: int, now_s: float, rank_s: np.ndarray | None) -> WorkReport:
         """The kernel counts the slowest rank's times; the others' are in the proportion of the step under way, rank_s (ranks,)."""
-        told_s = self._state.group_float[g, [L.GF_CUM_COMPUTE_S, L.GF_CUM_MEMORY_S]]
+        ints, group = self._state.group_int[g], self._state.group_float[g]
+        done = steps_done_by(group, now_s, ints[L.GI_JUMP_STEPS]) if ints[L.GI_JUMP_ACTIVE] else 0  # of a jump, booked at its end
+        memory_s = done * group[L.GF_J_MEMORY_S] + 0.5 * done * max(0, done - 1) * group[L.GF_J_MEMORY_SLOPE]
+        told_s = np.array([group[L.GF_CUM_COMPUTE_S] + done * group[L.GF_J_COMPUTE_S], group[L.GF_CUM_MEMORY_S] + memory_s])
         share = np.ones(self._work_s.shape[2]) if rank_s is None or rank_s.max() <= 0 else rank_s / rank_s.max()
         self._work_s[g] += (told_s - self._told_s[g])[:, None] * share
         self._told_s[g] = told_s
         compute, stall = self._work_s[g].tolist()
-        return WorkReport(int(self._state.group_int[g, L.GI_STEPS]), tuple(compute), tuple(stall))
+        return WorkReport(int(ints[L.GI_STEPS]) + int(done), tuple(compute), tuple(stall))
 
 
 def times_of_record(ints: np.ndarray, floats: np.ndarray) -> AnswerTimes:

@@ -28,11 +28,16 @@ def test_a_truly_slow_group_stays_slow():
 
 
 def test_by_hand():
-    """Three groups at log pace 0, 0, 1.2 with variance 0.04: Q = 0.96 / 0.04 = 24, tau^2 = (24 - 2) / (75 - 25) = 0.44, weight 0.44 /
-    0.48."""
-    found = np.log(shrunk_paces(np.exp([0.0, 0.0, 1.2]), np.full(3, 0.2), np.ones(3, np.bool_)))
-    weight = 0.44 / 0.48
-    assert found == pytest.approx([0.4 - weight * 0.4, 0.4 - weight * 0.4, 0.4 + weight * 0.8])
+    """Log paces 0, 0, 0.6 with variance 0.04: Q = 0.24 / 0.04 = 6, tau^2 = (6 - 2) / (75 - 25) = 0.08, weight 0.08 / 0.12 = 2 / 3 of the
+    distance
+    from the mean 0.2."""
+    found = np.log(shrunk_paces(np.exp([0.0, 0.0, 0.6]), np.full(3, 0.2), np.ones(3, np.bool_)))
+    assert found == pytest.approx([0.2 - 2 / 3 * 0.2] * 2 + [0.2 + 2 / 3 * 0.4])
+
+
+def test_a_slow_group_does_not_hide_that_the_others_are_alike():
+    found = shrunk_paces(np.array([1.0, 1.08, 10.0]), np.full(3, 0.1), np.ones(3, np.bool_))
+    assert found[0] == pytest.approx(found[1])
 
 
 def test_the_unmeasured_are_left_alone():
