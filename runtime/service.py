@@ -77,6 +77,7 @@ class Service:
 
     async def start(self) -> None:
         """Returns when the first group can serve."""
+        self.dispatcher.load_kernels()
         await self.dispatcher.start()
         self.has_started = True
 
