@@ -15,6 +15,7 @@ import uvloop
 from agents.policy_bundle import BundleError, load_bundle
 from envs.decision.actions import Decision
 from envs.scenario.scenario_error import ScenarioError
+from runtime import process_memory
 from runtime.backends.emulated_kernel import KernelSettings, kernel_of, kv_tokens, plan_of
 from runtime.gateway.app import make_app, version
 from runtime.gateway.server import listen, make_server
@@ -126,6 +127,7 @@ async def serve(config: ServiceConfig) -> int:
 
 async def _announce(service: Service, config: ServiceConfig, port: int) -> None:
     await service.start()
+    process_memory.give_back()
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     if any(backend.is_emulation for backend in service.dispatcher.backends):
         print("EMULATION: some groups play slower devices, or none at all; their times and texts are not those of real ones.", flush=True)
@@ -136,6 +138,7 @@ async def _announce(service: Service, config: ServiceConfig, port: int) -> None:
 
 def main(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    process_memory.do_without_scipy()
     try:
         config = read(options)
         text, fits = explain(config)

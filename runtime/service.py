@@ -93,6 +93,7 @@ class Service:
 
     async def start(self) -> None:
         """Returns when the first group can serve."""
+        self.dispatcher.load_kernels()
         await self.dispatcher.start()
         await self.control.start()
         self.has_started = True

@@ -124,6 +124,7 @@ class HttpConnection(asyncio.Protocol):
         self._chunk_bytes = 0
         self._is_complete = True
         self._is_paused = False
+        self._is_kept_open = False
         self._lost: str | None = None
         self.headers: dict[str, str] = {}
         self.status = 0
@@ -132,7 +133,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        return self._is_complete and self._lost is None and self._parser.should_keep_alive()
+        return self._is_complete and self._is_kept_open and self._lost is None
 
     def begin(self, data: bytes) -> None:
         """Send a request; what comes from now on is its answer."""
@@ -215,7 +216,7 @@ class HttpConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status >= 200:
-            self.status = status
+            self.status, self._is_kept_open = status, self._parser.should_keep_alive()  # after the body it no longer knows
         else:
             self.headers = {}  # "100 Continue" and the like come before the answer
 

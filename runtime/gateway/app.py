@@ -26,8 +26,14 @@ from runtime.gateway.probes import Probes, error_response
 from runtime.gateway.prompt_text import PromptTexts, TextCodec
 from runtime.gateway.request_headers import RequestHeaders
 from runtime.gateway.settings import GatewaySettings
-from runtime.torch_tp.tokenizer import load_tokenizer
 from runtime.tracing.tracer import Tracer
+
+
+def load_tokenizer(path: str) -> TextCodec:
+    """Raises: CheckpointError. Loaded where a model needs one: a gateway before foreign servers alone does without."""
+    from runtime.torch_tp import tokenizer
+
+    return tokenizer.load_tokenizer(path)
 
 
 def version() -> str:

@@ -20,6 +20,7 @@ import numpy as np
 from agents.heuristics import make as make_heuristic
 from envs.decision import predictor as P
 from envs.decision.circuit_breaker import BreakerPanel, BreakerSettings, ClassBreaker, Outcome, ProbeLease, State
+from envs.decision.class_experience import ClassExperience
 from envs.decision.class_timeouts import ClassTimeouts
 from envs.decision.retry_budget import RetryBudget
 from envs.domain.commands import Command, CommandKind
@@ -108,6 +109,14 @@ class Dispatcher:
         )
 
     # --- life ---------------------------------------------------------------------------------------------------------------
+
+    def load_kernels(self) -> None:
+        """Make a decision of nobody's and drop it, so that no caller waits for the compiled code to be loaded (a second)."""
+        count = len(self.backends)
+        request = Request(0, self._now_s(), 128, 0)
+        question = Question(request, np.ones(count, np.bool_), frozenset(), True, np.zeros(count, np.int64))
+        self.scheduler.rehearse(question)
+        ClassExperience(1).observe(0.0, 0, 0, (1.0, 1.0), (1.0, 1.0))
 
     async def start(self) -> None:
         """Start every group that is not parked; returns when one can serve. The others are waited for and kept up beside."""

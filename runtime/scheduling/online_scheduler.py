@@ -95,6 +95,12 @@ class OnlineScheduler:
         point = point_of(question, self._view(), self._tables())
         return self._settle(self._by_heuristic(point, cause, asked_s), reserve)
 
+    def rehearse(self, question: Question) -> None:
+        """All that a decision computes here, of which nothing comes."""
+        point = point_of(question, self._view(), self._tables())
+        encode(point, len(point.commands))
+        self._heuristic.choose(point)
+
     async def _has_turn(self, patience_s: float) -> bool:
         if not self._turn.locked():
             await self._turn.acquire()
