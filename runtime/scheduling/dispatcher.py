@@ -27,6 +27,7 @@ from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot
 from runtime.backends.interface import NOTHING, Backend, BackendBusy, BackendError, BackendFault, BadCall, Begun
 from runtime.calls import Call, Piece, Refusal
+from runtime.scheduling.call_ledger import CallLedger
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.group_keeper import GroupKeeper
 from runtime.scheduling.held_calls import HeldCalls
@@ -88,6 +89,7 @@ class Dispatcher:
         self.retries = RetryBudget(attempts_max=chosen.attempts_max)
         heuristic = make_heuristic("route", chosen.heuristic, heuristic_rng)
         self.scheduler = OnlineScheduler(self.view, lambda: telemetry.experience.tables, heuristic, guard, now_s)
+        self.ledger = CallLedger(now_s)
         self.counts: Counter[str] = Counter()
         self.served = np.zeros(len(self.backends), np.int64)  # attempts by group
         self.in_flight = 0
@@ -148,7 +150,9 @@ class Dispatcher:
             request, lease = self._admit(call)
         except Refusal as refusal:
             self.counts[f"refused_{refusal.reason}"] += 1
+            self.ledger.turned_away(call, refusal.reason)
             raise
+        self.ledger.open(call, request)
         has_timed_out: bool | None = None
         self.in_flight += 1
         try:
@@ -160,9 +164,11 @@ class Dispatcher:
         except Refusal as refusal:
             has_timed_out = True if refusal.reason in ("deadline", "attempts_spent") else has_timed_out
             self.counts[f"refused_{refusal.reason}"] += 1
+            self.ledger.refused(request.request_id, refusal.reason)
             raise
         finally:
             self.in_flight -= 1
+            self.ledger.close(request.request_id)
             if has_timed_out is not None:
                 self.class_breaker.record(request.class_index, has_timed_out, began_s=request.arrival_s, lease=lease)
             elif lease is not None:
@@ -275,6 +281,7 @@ class Dispatcher:
             if placed:
                 g = placed[0].group_index
                 self.prefixes.remember(g, keys, int(self.telemetry.kv_tokens[g]))
+                self.ledger.placed(request.request_id, decided, keys)
                 return placed[0]
             alive = self.groups.alive() & fits
             alive[list(excluded)] = False
@@ -395,6 +402,7 @@ class Dispatcher:
     def _end_attempt(self, attempt: _Attempt, outcome: Outcome, reason: str, generated: int) -> None:
         now_s, g, flight = self._now_s(), attempt.group_index, attempt.flight
         self.telemetry.flights.remove(flight)
+        self.ledger.attempt_ended(flight.request.request_id, attempt.first_s, attempt.last_s, generated, outcome is Outcome.OK)
         took_s, expected_s = now_s - attempt.began_s, math.inf
         if outcome is Outcome.OK and not flight.started:
             request = flight.request

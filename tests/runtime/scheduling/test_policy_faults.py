@@ -166,13 +166,7 @@ def test_nobody_waits_for_a_stalled_policy(tmp_path):
         await served(service, 5)
         said.write_text("slow")
         took: list[float] = []
-        settle = service.scheduler._settle
-
-        def noting(decided, reserve):
-            took.append(decided.took_s)
-            return settle(decided, reserve)
-
-        service.scheduler._settle = noting
+        service.scheduler.listeners.append(lambda made: took.append(made.decided.took_s))
         await asyncio.gather(*(collect(service, call(max_tokens=2)) for _ in range(30)))
         assert len(took) == 30 and max(took) < 3 * DEADLINE_S + 0.15
         assert service.scheduler.counts["heuristic", "deadline"] <= 3
