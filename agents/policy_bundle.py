@@ -316,6 +316,11 @@ def write_bundle(directory: str | os.PathLike[str], contents: BundleContents) ->
     return target
 
 
+def bundle_digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of a bundle's two files, by file name. Raises: OSError."""
+    return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in (DESCRIPTION_FILE, WEIGHTS_FILE)}
+
+
 def _describe(contents: BundleContents, weights: bytes) -> dict[str, Any]:
     schema, scaling = contents.schema, contents.scaling
     return {

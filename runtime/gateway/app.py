@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from runtime.gateway.admin_rollout import admin_rollout_routes
 from runtime.gateway.api_keys import ApiKeys
 from runtime.gateway.call_making import CallMaker, RequestIds
 from runtime.gateway.errors import ApiError, internal_error
@@ -51,7 +52,7 @@ def make_app(
     load_text: Callable[[str], TextCodec] = load_tokenizer,
 ) -> GatewayApp:
     """The application over a dispatcher that runs already, or that its caller starts. `app.state`: `generation` (set `is_draining` to
-    take nothing in any more), `metrics` (its `registry` takes further collectors).
+    take nothing in any more), `metrics` (its `registry` takes further collectors); its caller may add `reloader` and `rollout`.
 
     The tokenizers of all models are loaded before the first request is taken.
     """
@@ -79,7 +80,7 @@ def make_app(
         assert isinstance(error, ApiError)
         metrics.count_refusal(error.reason)
         metrics.count_request("other", error.status)
-        return error_response(error, chosen.retry_after_s)
+        return error_response(error, shared.settings.retry_after_s)
 
     async def failed(request: Request, error: Exception) -> Response:
         return await told(request, internal_error())
@@ -100,6 +101,7 @@ def make_app(
             Route("/metrics", probes.metrics, methods=["GET"]),
             Route("/version", probes.version, methods=["GET"]),
             Route("/openapi.json", probes.openapi, methods=["GET"]),
+            *admin_rollout_routes(shared),
         ],
         exception_handlers={ApiError: told, HTTPException: told, Exception: failed},
         lifespan=lifespan,
@@ -107,6 +109,7 @@ def make_app(
     app.straight = straight
     app.router.redirect_slashes = False
     app.state.generation, app.state.metrics = shared, metrics
+    app.state.reloader = app.state.rollout = None
     return app
 
 

@@ -14,7 +14,9 @@ class Agreement:
 
     def __init__(self, low: float = 0.0, high: float = 1.0, window: int = 100) -> None:
         if not 0.0 <= low <= high <= 1.0 or window < 1:
-            raise ValueError(f"Agreement: low={low}, high={high}, window={window}; a band within 0 to 1 over at least one comparison is needed")
+            raise ValueError(
+                f"Agreement: low={low}, high={high}, window={window}; a band within 0 to 1 over at least one comparison is needed"
+            )
         self.low, self.high = low, high
         self._last: deque[bool] = deque(maxlen=window)
         self._agreed = 0
@@ -35,7 +37,11 @@ class Agreement:
         return self._agreed / len(self._last) if self._last else None
 
     @property
+    def is_full(self) -> bool:
+        return len(self._last) == self._last.maxlen
+
+    @property
     def is_outside(self) -> bool:
         """Whether a full window lies outside the band."""
         share = self.share
-        return len(self._last) == self._last.maxlen and share is not None and not self.low <= share <= self.high
+        return self.is_full and share is not None and not self.low <= share <= self.high

@@ -87,6 +87,7 @@ class Dispatcher:
         self.panel = BreakerPanel(len(self.backends), now_s=now_s, settings=breaker_settings, rng=breaker_rng)
         self.class_breaker = ClassBreaker([chosen.class_timeout_fraction] * len(SERVICE_CLASSES), now_s=now_s, rng=class_rng)
         self.retries = RetryBudget(attempts_max=chosen.attempts_max)
+        self._heuristic_rng = heuristic_rng
         heuristic = make_heuristic("route", chosen.heuristic, heuristic_rng)
         self.scheduler = OnlineScheduler(self.view, lambda: telemetry.experience.tables, heuristic, guard, now_s)
         self.ledger = CallLedger(now_s)
@@ -114,6 +115,13 @@ class Dispatcher:
         await self.groups.close()
         if self.scheduler.guard is not None:
             await self.scheduler.guard.client.close()
+
+    def apply(self, settings: DispatchSettings) -> None:
+        """Live by other limits from now on; calls under way keep the deadlines they have. Those of `FIXED` are the old ones'."""
+        if settings.heuristic != self.settings.heuristic:
+            self.scheduler.heuristic = make_heuristic("route", settings.heuristic, self._heuristic_rng)
+        self.settings = self.groups.settings = settings
+        self.retries.attempts_max = settings.attempts_max
 
     async def drain(self, deadline_s: float) -> bool:
         """Take no new calls, wait for those inside; whether all came to their end within `deadline_s`."""

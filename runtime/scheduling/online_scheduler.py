@@ -97,7 +97,7 @@ class OnlineScheduler:
         guard: PolicyGuard | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._view, self._tables, self._heuristic, self.guard, self._now_s = view, tables, heuristic, guard, now_s
+        self._view, self._tables, self.heuristic, self.guard, self._now_s = view, tables, heuristic, guard, now_s
         self._turn = asyncio.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.listeners: list[Callable[[Made], None]] = []
@@ -154,7 +154,7 @@ class OnlineScheduler:
 
     def heuristic_index(self, point: DecisionPoint) -> int:
         """The heuristic's candidate. Raises: ValueError where it is not allowed."""
-        index = int(self._heuristic.choose(point))
+        index = int(self.heuristic.choose(point))
         if not (0 <= index < len(point.commands) and point.mask[index]):
             raise ValueError(f"candidate {index} is not allowed")
         return index

@@ -59,13 +59,12 @@ class PolicyGuard:
     async def choose(
         self, candidates: np.ndarray, context: np.ndarray, mask: BoolArray, within_s: float, heuristic: Callable[[], int]
     ) -> PolicyChoice:
-        """The policy's choice, or why there is none. Takes at most `within_s` (and never more than the deadline). heuristic: asks it what it
-        would choose here; it is not asked often."""
+        """The policy's choice, or why there is none. Takes at most `within_s` (and never more than the deadline). heuristic: asks it what
+        it would choose here; it is not asked often."""
         client = self.client
         if client.state != "ready":
             return self._none(f"bundle_{client.state}" if client.state == "refused" else f"policy_{client.state}")
-        if client.oldest_unanswered_s > SILENT_S:
-            self._trip("silent")
+        self.trip_if_silent()
         if self.breaker.state is not State.CLOSED:
             self._ask_in_shadow(candidates, context, mask, heuristic)
             return self._none("breaker_open")
@@ -116,6 +115,11 @@ class PolicyGuard:
         if not (0 <= answer.index < len(mask) and mask[answer.index]):
             return "illegal"
         return None
+
+    def trip_if_silent(self) -> None:
+        """Open the breaker when a question has been open for too long."""
+        if self.client.oldest_unanswered_s > SILENT_S:
+            self._trip("silent")
 
     def _trip(self, reason: str) -> None:
         for _ in range(BAD_RUNNING):
