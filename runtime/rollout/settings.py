@@ -69,8 +69,8 @@ class RolloutEntry(_Entry):
     dir: str | None = None
     evidence_key_file: str | None = None
     automatic: bool = True
-    slice_s: float = Field(default=60.0, gt=0)
-    washout_s: float = Field(default=10.0, ge=0)
+    slice_s: float = Field(default=30.0, gt=0)
+    washout_s: float = Field(default=5.0, ge=0)
     sticky_s: float = Field(default=600.0, ge=0)
     calls_per_slice_min: int = Field(default=1, ge=1)
     error_chance: float = Field(default=0.05, gt=0, lt=0.5)

@@ -53,7 +53,9 @@ class RolloutStore:
             raise RolloutBusy(folder, url) from None
         try:
             os.ftruncate(self._lock, 0)
-            self.state = self._read()
+            for left in folder.glob(f".{STATE_FILE}.*"):  # of a kill amid a write
+                left.unlink()
+            self.state = read_state(folder)
             self._repair_audit()
         except BaseException:
             os.close(self._lock)
@@ -89,9 +91,6 @@ class RolloutStore:
     def _write(self, state: RolloutState) -> None:
         replace_file(self.folder / STATE_FILE, msgspec.json.format(msgspec.json.encode(state), indent=1))
         self.state = state
-
-    def _read(self) -> RolloutState:
-        return read_state(self.folder)
 
     # --- audit log ----------------------------------------------------------------------------------------------------------
 
