@@ -40,8 +40,12 @@ class Agreement:
     def is_full(self) -> bool:
         return len(self._last) == self._last.maxlen
 
-    @property
-    def is_outside(self) -> bool:
-        """Whether a full window lies outside the band."""
+    def is_outside(self, least: int | None = None) -> bool:
+        """Whether the share of at least so many comparisons (default: a full window) lies outside the band."""
         share = self.share
-        return self.is_full and share is not None and not self.low <= share <= self.high
+        return self.count >= (least or self._last.maxlen or 1) and share is not None and not self.low <= share <= self.high
+
+    def clear(self) -> None:
+        """Begin anew: what was does not speak for what will be."""
+        self._last.clear()
+        self._agreed = 0

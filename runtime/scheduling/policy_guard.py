@@ -18,6 +18,7 @@ from runtime.scheduling.policy_client import PolicyAnswer, PolicyClient
 BAD_RUNNING = 3
 SILENT_S = 0.250
 AGREEMENT_EVERY = 8
+SHADOW_COMPARISONS = 10  # half of what closes the breaker
 SETTINGS = BreakerSettings(
     failures_to_open=BAD_RUNNING, calls_min=1_000_000, open_for_s=1.0, open_max_s=30.0, probes_max=32, probes_to_close=20, lease_s=1.0
 )
@@ -95,7 +96,8 @@ class PolicyGuard:
         self._good_answers += 1
         if self._good_answers % AGREEMENT_EVERY == 0:
             self._compare(answer.index, _asked(heuristic))
-            if self.agreement.is_outside:
+            if self.agreement.is_outside():
+                self.agreement.clear()
                 self._trip("agreement")
                 return self._none("agreement", scores)
         return PolicyChoice(answer.index, "", scores)
@@ -145,7 +147,8 @@ class PolicyGuard:
             fault = "deadline"
         if fault is None:
             self._compare(answer.index, chosen)
-            if self.agreement.is_outside:
+            if self.agreement.is_outside(SHADOW_COMPARISONS):
+                self.agreement.clear()
                 fault = "agreement"
         self.breaker.record(Outcome.OK if fault is None else Outcome.FAULT, began_s=began_s, lease=lease, reason=fault or "")
 
