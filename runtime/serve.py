@@ -19,6 +19,7 @@ from runtime.backends.emulated_kernel import KernelSettings, kernel_of, kv_token
 from runtime.gateway.app import make_app
 from runtime.gateway.server import listen, make_server
 from runtime.reload import Reloader, ReloadRefused
+from runtime.rollout.metrics import RolloutMetrics
 from runtime.rollout.state import RolloutError
 from runtime.scheduling.metrics import SchedulingMetrics
 from runtime.scheduling.policy_process import check_fits, wanted_of
@@ -90,6 +91,7 @@ async def serve(config: ServiceConfig, read_again: Callable[[], ServiceConfig]) 
     if service.recorder is not None:
         registry.register(service.recorder)
     if service.rollout is not None:
+        registry.register(RolloutMetrics(service.rollout))
         service.rollout.say_url(f"http://{reachable(config.host)}:{port}")
     server = make_server(app, config.host, port, drain_s=config.drain_s)
     reloader = Reloader(service, app.state.generation, read_again)

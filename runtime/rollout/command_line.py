@@ -7,8 +7,6 @@ import json
 import secrets
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +122,9 @@ def _by_service(options: argparse.Namespace, config: ServiceConfig, url: str) ->
 
 
 def _asked(config: ServiceConfig, url: str, order: dict[str, Any] | None) -> dict[str, Any]:
+    import urllib.error  # here: the service's process, which imports this module too, does without
+    import urllib.request
+
     request = urllib.request.Request(url, None if order is None else json.dumps(order).encode(), {"content-type": "application/json"})
     if config.gateway.api_keys:
         request.add_header("authorization", f"Bearer {config.gateway.api_keys[0]}")

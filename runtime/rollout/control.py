@@ -69,6 +69,11 @@ class RolloutControl:
     def state(self) -> RolloutState:
         return self._store.state
 
+    @property
+    def stats(self) -> ShadowStats | CanaryStats | None:
+        """Counts of the stage at work; None without one."""
+        return self._trial.stats if self._trial is not None else None
+
     def say_url(self, url: str) -> None:
         """Where the rollout's command line finds this service."""
         self._store.say_url(url)

@@ -28,6 +28,8 @@ BLAMELESS = frozenset(("nothing_allowed", "queue", "no_policy"))
 class Trial(Protocol):
     """One stage. `look` is called several times a second."""
 
+    stats: Any
+
     def attach(self) -> None: ...
     def detach(self) -> None: ...
     def look(self, seconds: float) -> None: ...
@@ -40,7 +42,7 @@ class ShadowTrial:
     """Asks the candidate what it would have done, after each decision; nobody waits for it, and no request is copied."""
 
     def __init__(self, dispatcher: Dispatcher, guard: PolicyGuard, settings: Callable[[], RolloutEntry], stats: ShadowStats) -> None:
-        self._scheduler, self._guard, self._settings, self._stats = dispatcher.scheduler, guard, settings, stats
+        self._scheduler, self._guard, self._settings, self.stats = dispatcher.scheduler, guard, settings, stats
         self._seen = 0
         self._is_attached = False
 
@@ -53,16 +55,16 @@ class ShadowTrial:
         self._scheduler.listeners.remove(self._decided)
 
     def look(self, seconds: float) -> None:
-        self._stats.seconds += seconds
+        self.stats.seconds += seconds
 
     def verdict(self, policy_fault: str) -> Verdict:
-        return verdict(shadow_gates(self._settings().shadow, self._stats, policy_fault))
+        return verdict(shadow_gates(self._settings().shadow, self.stats, policy_fault))
 
     def kept(self) -> dict[str, Any]:
-        return dict(msgspec.to_builtins(self._stats))
+        return dict(msgspec.to_builtins(self.stats))
 
     def shown(self) -> dict[str, Any]:
-        stats = self._stats
+        stats = self.stats
         derived = {"agreement": stats.agreement, "predicted_regret": stats.regret, "fallback_share": stats.fallback_share}
         return {"shadow": self.kept() | derived}
 
@@ -76,7 +78,7 @@ class ShadowTrial:
             return
         future = self._guard.client.ask(candidates, context, point.mask)
         if future is None:
-            self._stats.skipped += 1
+            self.stats.skipped += 1
             return
         mask, utility, acted = point.mask.copy(), point.estimates[:, P.E_UTILITY].copy(), made.decided.index
         future.add_done_callback(lambda done: self._answered(done.result(), mask, utility, acted))
@@ -84,7 +86,7 @@ class ShadowTrial:
     def _answered(self, answer: PolicyAnswer, mask: BoolArray, utility: FloatArray, acted: int) -> None:
         if not self._is_attached:
             return
-        stats, guard = self._stats, self._guard
+        stats, guard = self.stats, self._guard
         fault = guard.fault_of(answer, mask) or ("deadline" if answer.took_s > guard.deadline_s else None)
         stats.decisions += 1
         if fault is not None:
@@ -110,7 +112,7 @@ class CanaryTrial:
         switchback: Switchback,
     ) -> None:  # fmt: skip
         self._ledger, self._scheduler = dispatcher.ledger, dispatcher.scheduler
-        self._guard, self._settings, self._gate, self._stats, self.switchback = guard, settings, gate, stats, switchback
+        self._guard, self._settings, self._gate, self.stats, self.switchback = guard, settings, gate, stats, switchback
 
     def attach(self) -> None:
         self._ledger.listeners.append(self._call_ended)
@@ -125,20 +127,20 @@ class CanaryTrial:
         self._ledger.listeners.remove(self._call_ended)
 
     def look(self, seconds: float) -> None:
-        self._stats.seconds += seconds
+        self.stats.seconds += seconds
         for pair in self.switchback.pairs_over():
-            self._stats.take_pair(pair, self._settings().calls_per_slice_min)
+            self.stats.take_pair(pair, self._settings().calls_per_slice_min)
 
     def verdict(self, policy_fault: str) -> Verdict:
         agreement = self._guard.agreement
         share = agreement.share if agreement.is_full else None
-        return verdict(canary_gates(self._settings(), self._gate, self._stats, policy_fault, share))
+        return verdict(canary_gates(self._settings(), self._gate, self.stats, policy_fault, share))
 
     def kept(self) -> dict[str, Any]:
-        return dict(msgspec.to_builtins(self._stats))
+        return dict(msgspec.to_builtins(self.stats))
 
     def shown(self) -> dict[str, Any]:
-        stats, now = self._stats, self.switchback
+        stats, now = self.stats, self.switchback
         arms = {
             name: msgspec.to_builtins(arm)
             | {"goodput": arm.goodput, "served_share": arm.served_share, "fallback_share": arm.fallback_share}
@@ -158,7 +160,7 @@ class CanaryTrial:
         arm = self._ledger.arm(made.question.request.request_id)
         if not arm:
             return
-        stats, decided = self._stats.arm(arm), made.decided
+        stats, decided = self.stats.arm(arm), made.decided
         stats.decisions += 1
         if decided.source != POLICY and decided.cause not in BLAMELESS:
             stats.fallbacks[decided.cause] = stats.fallbacks.get(decided.cause, 0) + 1
@@ -167,6 +169,6 @@ class CanaryTrial:
         if not account.arm:
             return
         self.switchback.call_ended(account)
-        self._stats.arm(account.arm).all_calls += 1
+        self.stats.arm(account.arm).all_calls += 1
         if account.arm == CANDIDATE and counts(account):
-            self._stats.failures_running = 0 if account.end == DONE else self._stats.failures_running + 1
+            self.stats.failures_running = 0 if account.end == DONE else self.stats.failures_running + 1

@@ -132,7 +132,7 @@ def test_gates_hold_until_they_are_passed_and_an_operator_may_force(tmp_path):
         await control.begin(made, evidence, None, "operator")
         with pytest.raises(RolloutError, match="under way"):
             await control.begin(made, evidence, None, "operator")
-        await rollout.load_until(lambda: control._trial._stats.decisions >= 40)
+        await rollout.load_until(lambda: control._trial.stats.decisions >= 40)
         with pytest.raises(RolloutError, match=r"has not passed its gates: decisions: .* \(wanted >= 1e\+06\)"):
             await control.promote("operator")
         await control.promote("operator", "looked at by hand", is_forced=True)
@@ -156,16 +156,16 @@ def test_a_restart_goes_on_where_it_stood(tmp_path):
     async def body(rollout: Rollout):
         await rollout.control.begin(made, evidence, None, "operator")
         await rollout.load_until(lambda: rollout.control.state.title == "canary 1")
-        await rollout.load_until(lambda: rollout.control._trial._stats.goodput.count >= 2)
+        await rollout.load_until(lambda: rollout.control._trial.stats.goodput.count >= 2)
         await rollout.control.close()
         kept = rollout.control.state
         rollout.open()
         await rollout.control.start()
         assert rollout.control.state.title == "canary 1" and kept.pairs_begun >= 2
         trial = rollout.control._trial
-        assert trial._stats.goodput.count >= 2 and trial.switchback._first >= kept.pairs_begun
-        before = trial._stats.candidate.calls
-        await rollout.load_until(lambda: trial._stats.candidate.calls > before)
+        assert trial.stats.goodput.count >= 2 and trial.switchback._first >= kept.pairs_begun
+        before = trial.stats.candidate.calls
+        await rollout.load_until(lambda: trial.stats.candidate.calls > before)
 
     run_with(tmp_path, body, still)
 
@@ -258,7 +258,7 @@ def test_a_candidate_whose_calls_fail_is_rolled_back(tmp_path):
         await rollout.load_until(lambda: not control.state.is_active)
         service.ledger.listeners.remove(end_badly)
         assert control.state.stage == "rolled_back"
-        assert trial._stats.failures_running >= 20 and "failed calls running" in control.state.reason
+        assert trial.stats.failures_running >= 20 and "failed calls running" in control.state.reason
 
     run_with(tmp_path, body, {"canary": [{"share": 1.0, "calls_min": 1_000_000}]})
 
@@ -318,7 +318,7 @@ def test_shadow_asks_nobody_twice(tmp_path):
         await asyncio.gather(*(one(service) for _ in range(60)))
         rollout.calls += 60
         assert len(seen) == 60 and sum(service.scheduler.counts.values()) == 60
-        await rollout.load_until(lambda: control._trial._stats.decisions > 20)
+        await rollout.load_until(lambda: control._trial.stats.decisions > 20)
         service.ledger.listeners.remove(seen.append)
 
     async def one(service):
