@@ -84,12 +84,12 @@ class Reloader:
         service.config = new
         service.dispatcher.apply(new.dispatch)
         self._generation.apply(new.gateway)
-        guard = service.dispatcher.scheduler.guard
+        guard, deadline_s = service.dispatcher.scheduler.guard, new.scheduler.deadline_ms / 1000.0
         if guard is not None:
-            guard.deadline_s, guard.outside_max = new.scheduler.deadline_ms / 1000.0, new.scheduler.outside_max
+            guard.deadline_s, guard.outside_max = deadline_s, new.scheduler.outside_max
             guard.agreement.low, guard.agreement.high = new.scheduler.agreement_min, new.scheduler.agreement_max
         if service.rollout is not None:
-            service.rollout.settings = new.rollout
+            service.rollout.apply(new.rollout, deadline_s, new.scheduler.outside_max)
         self.on_change(new)
 
     async def _ready_guard(self, new: ServiceConfig) -> PolicyGuard:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from runtime.rollout.evidence import read_key, replay_verdict
-from runtime.rollout.settings import RolloutEntry
+from runtime.rollout.settings import CanaryGate, RolloutEntry
 from runtime.rollout.stage_stats import CanaryStats, ShadowStats, canary_stats, read_stats
 from runtime.rollout.state import BundleName, RolloutError, RolloutState, begun, promoted, rolled_back
 from runtime.rollout.store import RolloutStore, audit_tail, check_bundle
@@ -136,6 +136,12 @@ class RolloutControl:
             await self._roll_back(actor, reason or "asked for")
         return await self.status()
 
+    def apply(self, settings: RolloutEntry, deadline_s: float, outside_max: int) -> None:
+        """Live by other gates from now on; share and slices are those with which the stage began."""
+        self.settings = settings
+        if self._guard is not None:
+            self._guard.deadline_s, self._guard.outside_max = deadline_s, outside_max
+
     async def overrule(self, configured: str, bundle: str | None) -> None:
         """The service file names another incumbent now. Raises: RolloutError while a rollout is under way."""
         async with self._moving:
@@ -225,9 +231,13 @@ class RolloutControl:
             if self._switchback is not None:
                 first = max(first, self._switchback.pairs_begun)
             self._switchback = Switchback(settings, gate.share, state.salt, begin_s, first, multiplier, self._now_s, self._switchback)
-            self._trial = CanaryTrial(dispatcher, guard, lambda: self.settings, gate, counted, self._switchback)
+            self._trial = CanaryTrial(dispatcher, guard, lambda: self.settings, self._canary_gate, counted, self._switchback)
         self._asked_s = self._looked_s = self._kept_s = self._now_s()
         self._attach_if_ready()
+
+    def _canary_gate(self) -> CanaryGate:
+        """Of the stage at work, as the service file has it now."""
+        return self.settings.canary[min(self.state.step, len(self.settings.canary) - 1)]
 
     def _attach_if_ready(self) -> None:
         if not self._is_attached and self._trial is not None and self._guard is not None and self._guard.client.state == "ready":

@@ -21,8 +21,8 @@ from runtime.scheduling.online_scheduler import POLICY, Made, Question
 from runtime.scheduling.policy_client import PolicyAnswer
 from runtime.scheduling.policy_guard import PolicyGuard
 
-BLAMELESS = frozenset(("nothing_allowed", "queue", "no_policy"))
-"""Causes of a fallback that say nothing about the policy."""
+UNCOUNTED = frozenset(("nothing_allowed", "queue", "no_policy", "breaker_open", "policy_gone", "policy_starting"))
+"""Causes of a fallback that say nothing about the policy, or nothing new: openings of its breaker and ends of its process are counted."""
 
 
 class Trial(Protocol):
@@ -108,9 +108,14 @@ class CanaryTrial:
     """The candidate decides for its arm's calls."""
 
     def __init__(
-        self, dispatcher: Dispatcher, guard: PolicyGuard, settings: Callable[[], RolloutEntry], gate: CanaryGate, stats: CanaryStats,
+        self,
+        dispatcher: Dispatcher,
+        guard: PolicyGuard,
+        settings: Callable[[], RolloutEntry],
+        gate: Callable[[], CanaryGate],
+        stats: CanaryStats,
         switchback: Switchback,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ledger, self._scheduler = dispatcher.ledger, dispatcher.scheduler
         self._guard, self._settings, self._gate, self.stats, self.switchback = guard, settings, gate, stats, switchback
 
@@ -134,7 +139,7 @@ class CanaryTrial:
     def verdict(self, policy_fault: str) -> Verdict:
         agreement = self._guard.agreement
         share = agreement.share if agreement.is_full else None
-        return verdict(canary_gates(self._settings(), self._gate, self.stats, policy_fault, share))
+        return verdict(canary_gates(self._settings(), self._gate(), self.stats, policy_fault, share))
 
     def kept(self) -> dict[str, Any]:
         return dict(msgspec.to_builtins(self.stats))
@@ -162,7 +167,7 @@ class CanaryTrial:
             return
         stats, decided = self.stats.arm(arm), made.decided
         stats.decisions += 1
-        if decided.source != POLICY and decided.cause not in BLAMELESS:
+        if decided.source != POLICY and decided.cause not in UNCOUNTED:
             stats.fallbacks[decided.cause] = stats.fallbacks.get(decided.cause, 0) + 1
 
     def _call_ended(self, account: CallAccount) -> None:

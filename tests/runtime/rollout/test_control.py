@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -223,19 +225,26 @@ def test_a_bundle_that_cannot_be_used_never_decides(tmp_path, kind):
     run_with(tmp_path, body)
 
 
-def test_a_bundle_whose_files_go_missing_is_rolled_back_at_the_next_start(tmp_path):
+@pytest.mark.parametrize("who", ["service", "policy process"])
+def test_a_bundle_whose_files_go_missing_is_rolled_back(tmp_path, who):
+    """The author's directory may go: we have a copy. The copy gone too, and the service or the candidate's process started again: it is
+    rolled back, and nothing failed."""
     made, evidence = prepared(tmp_path)
 
     async def body(rollout: Rollout):
         await rollout.control.begin(made, evidence, None, "operator")
         await rollout.load_until(lambda: rollout.control.state.stage == "canary")
-        shutil.rmtree(made)  # its author's: we have a copy
+        shutil.rmtree(made)
         await rollout.reopen()
-        assert rollout.control.state.stage == "canary"
+        await rollout.load_until(lambda: rollout.service.scheduler.counts["policy", ""] > 10)
         shutil.rmtree(rollout.control.state.candidate.folder)
-        await rollout.reopen()
-        assert rollout.control.state.stage == "rolled_back" and "is gone" in rollout.control.state.reason
-        await rollout.load_until(lambda: rollout.calls > 40)
+        if who == "service":
+            await rollout.reopen()
+        else:
+            os.kill(rollout.control._guard.client.pid, signal.SIGKILL)
+        await rollout.load_until(lambda: not rollout.control.state.is_active)
+        assert rollout.control.state.stage == "rolled_back"
+        assert ("is gone" if who == "service" else "refused") in rollout.control.state.reason
 
     run_with(tmp_path, body, {"canary": [{"share": 1.0, "calls_min": 1_000_000}]})
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from runtime.rollout.evidence import replay_verdict
+from agents.evaluate import main as evaluate
+from runtime.rollout.evidence import read_key, replay_verdict
 from runtime.rollout.settings import ReplayGate
 from runtime.rollout.state import RolloutError
 from tests.runtime.rollout.rollout_parts import KEY, bundle, evaluation
@@ -69,3 +70,23 @@ def test_against_a_bundle(tmp_path):
     elsewhere = evaluation(tmp_path / "elsewhere.json", incumbent, gain=0.0, world_names=[f"v{i}" for i in range(24)])
     with pytest.raises(RolloutError, match="world_names differ"):
         replay_verdict(GATE, made, path, incumbent, elsewhere)
+
+
+def test_a_file_that_agents_evaluate_made(tmp_path):
+    """Two small worlds, a policy of random weights, signed: the file is understood as it is; the gate is strict about both."""
+    made = bundle(tmp_path / "made")
+    experiment, key = tmp_path / "tiny.yaml", tmp_path / "key"
+    experiment.write_text(
+        "name: tiny\nworlds: {clusters: [unlike-3], requests: 30, limit_multiplier: 2}\ncompare: {validation_worlds: 1, test_worlds: 2}\n"
+    )
+    key.write_bytes(KEY)
+    path = tmp_path / "e.json"
+    arguments = ["--experiment", str(experiment), "--bundle", f"route={made}", "--heuristic", "route=net_utility", "--load-one", "1.5"]
+    assert evaluate([*arguments, "--processes", "1", "--output", str(path), "--key-file", str(key)]) == 0
+    loose = ReplayGate(worlds_min=2, gain_min=-1.0, allow_shortened=True)
+    said = replay_verdict(loose, made, path, "net_utility", key=read_key(str(key)))
+    results = json.loads(path.read_text())["results"]["policies"]
+    gains = [ours["goodput"] - theirs["goodput"] for ours, theirs in zip(results["ppo_route"], results["net_utility"], strict=True)]
+    assert said["gain"] == pytest.approx(sum(gains) / 2) and said["experiment"] == "tiny" and said["worlds"] == 2
+    with pytest.raises(RolloutError, match="worlds_min is 20"):
+        replay_verdict(ReplayGate(allow_shortened=True), made, path, "net_utility", key=KEY)

@@ -23,7 +23,10 @@ ASKED = {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 3, "ignore_eos"
 @pytest.fixture
 def folder(tmp_path, kernels):
     (tmp_path / "key").write_bytes(KEY)
-    stages = {"shadow": QUICK["shadow"] | {"fallback_max": 1.0}, "canary": [{"share": 1.0, "calls_min": 5, "min_s": 0.5, "margin": 2.0}]}
+    stages = {
+        "shadow": QUICK["shadow"] | {"fallback_max": 1.0, "min_s": 6.0},
+        "canary": [{"share": 1.0, "calls_min": 5, "min_s": 0.5, "margin": 2.0}],
+    }
     rollout = QUICK | stages | {"dir": "state", "evidence_key_file": "key", "automatic": False, "faults_max": 100, "fallback_max": 1.0}
     content = {"cluster": "unlike-3", "scheduler": {"deadline_ms": 500}, "rollout": rollout}
     (tmp_path / "service.yaml").write_text(yaml.safe_dump(content))
