@@ -1,5 +1,5 @@
-"""`python -m runtime serve`: the service. `python -m runtime calibrate`: measure this machine's ranks and write a cluster file that
-simulates them.
+"""`python -m runtime serve`: the service. `python -m runtime rollout`: a new policy, step by step into service. `python -m runtime
+calibrate`: measure this machine's ranks and write a cluster file that simulates them.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr), 130 interrupted.
 """
@@ -15,6 +15,8 @@ from pathlib import Path
 from envs.scenario.scenario_error import ScenarioError
 from runtime.calibration_files import Calibration, write_calibration
 from runtime.local_measurement import measure
+from runtime.rollout.command_line import add_arguments as add_rollout_arguments
+from runtime.rollout.command_line import main as rollout
 from runtime.serve import add_arguments
 from runtime.serve import main as serve
 from runtime.torch_tp.config import CheckpointError, ModelConfig, read_config
@@ -37,6 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_OneLineParser, metavar="COMMAND")
     add_arguments(commands.add_parser("serve", help="the OpenAI API over groups of ranks, decided by an exported policy"))
+    add_rollout_arguments(
+        commands.add_parser("rollout", help="take a bundle into service: replay, shadow, canary stages, by written gates")
+    )
     calibrate = commands.add_parser("calibrate", help="measure the local ranks, fit the performance model, write a cluster file")
     calibrate.add_argument("--model", default="smollm2", help="directory, .gguf file or known name (default %(default)s)")
     calibrate.add_argument("--ranks", type=int, default=2, help="worker processes (default %(default)s)")
@@ -101,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     if options.command == "serve":
         return serve(options)
+    if options.command == "rollout":
+        return rollout(options)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     try:
         ranks = rank_settings(options)

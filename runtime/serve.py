@@ -8,6 +8,7 @@ import contextlib
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import uvloop
@@ -19,6 +20,9 @@ from runtime import process_memory
 from runtime.backends.emulated_kernel import KernelSettings, kernel_of, kv_tokens, plan_of
 from runtime.gateway.app import make_app, version
 from runtime.gateway.server import listen, make_server
+from runtime.reload import Reloader, ReloadRefused
+from runtime.rollout.metrics import RolloutMetrics
+from runtime.rollout.state import RolloutError
 from runtime.scheduling.metrics import SchedulingMetrics
 from runtime.scheduling.policy_process import check_fits, wanted_of
 from runtime.service import Service, candidates_of
@@ -38,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--demonstration", action="store_true", help="SmolLM2 on three emulated unlike ranks in two groups")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on, 0 for any free one (default 8000)")
+    parser.add_argument("--record-dir", help="folder for records of requests and decisions (default: the service file's, or none)")
     parser.add_argument("--check", action="store_true", help="say what would start and whether it fits, and start nothing")
 
 
@@ -47,7 +52,7 @@ def read(options: argparse.Namespace) -> ServiceConfig:
     if config is None and options.cluster is None:
         raise ScenarioError("give --cluster FILE, --config FILE or --demonstration")
     return load_service(
-        config, options.cluster, options.bundle, host=options.host, port=options.port,
+        config, options.cluster, options.bundle, host=options.host, port=options.port, record_dir=options.record_dir,
         split_bundle=options.split_bundle, rebalance_bundle=options.rebalance_bundle,
     )  # fmt: skip
 
@@ -77,6 +82,10 @@ def explain(config: ServiceConfig) -> tuple[str, bool]:
         lines.append("split and rebalance decisions are off")
     if config.tracing is not None:
         lines.append(f"traces: to {config.tracing.url}, share {config.tracing.share:g} of requests that bring no trace of their own")
+    if config.records.dir is not None:
+        lines.append(f"records: {config.records.dir}{', with prompts' if config.records.prompt_ids else ''}")
+    if config.rollout.dir is not None:
+        lines.append(f"rollouts: {config.rollout.dir}")
     lines.append(f"listens on {config.host}:{config.port}; {'API keys' if config.gateway.api_keys else 'no API keys'}")
     return "\n".join(lines), fits
 
@@ -94,14 +103,35 @@ def _explain_policy(config: ServiceConfig, decision: Decision, heuristic: str) -
     return f"{bundle}, at most {policy.schema.candidates_max} candidates; falls back to {heuristic}", True
 
 
-async def serve(config: ServiceConfig) -> int:
+async def serve(config: ServiceConfig, read_again: Callable[[], ServiceConfig]) -> int:
+    """read_again: the configuration as its file says now, for reloading."""
     listening = listen(config.host, config.port)
     port = listening.getsockname()[1]
     service = Service(config)
     tracer = Tracer(config.tracing, version()) if config.tracing is not None else None
     app = make_app(service, config.gateway, administered=ServiceAdmin(service, version()), tracer=tracer)
-    app.state.metrics.registry.register(SchedulingMetrics(service.dispatcher))
+    registry = app.state.metrics.registry
+    registry.register(SchedulingMetrics(service.dispatcher))
+    if service.recorder is not None:
+        registry.register(service.recorder)
+    if service.rollout is not None:
+        registry.register(RolloutMetrics(service.rollout))
+        service.rollout.say_url(f"http://{reachable(config.host)}:{port}")
     server = make_server(app, config.host, port, drain_s=config.drain_s)
+    reloader = Reloader(service, app.state.generation, read_again)
+    app.state.reloader, app.state.rollout = reloader, service.rollout
+
+    def take_drain(new: ServiceConfig) -> None:
+        server.config.timeout_graceful_shutdown = new.drain_s
+
+    reloader.on_change = take_drain
+    reloads: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        task = asyncio.create_task(_reload_quietly(reloader))
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
     # uvicorn would raise the signal again at its end, before the groups are closed
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
 
@@ -112,6 +142,7 @@ async def serve(config: ServiceConfig) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     starting = asyncio.create_task(_announce(service, config, port))
     try:
         await server.serve(sockets=[listening])
@@ -125,10 +156,21 @@ async def serve(config: ServiceConfig) -> int:
     return 0
 
 
+async def _reload_quietly(reloader: Reloader) -> None:
+    """By signal there is nobody to be told but the log, which the reloader tells."""
+    with contextlib.suppress(ReloadRefused):
+        await reloader.reload()
+
+
+def reachable(host: str) -> str:
+    """An address at which a server that listens on `host` is found from this machine."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
 async def _announce(service: Service, config: ServiceConfig, port: int) -> None:
     await service.start()
     process_memory.give_back()
-    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    host = reachable(config.host)
     if any(backend.is_emulation for backend in service.dispatcher.backends):
         print("EMULATION: some groups play slower devices, or none at all; their times and texts are not those of real ones.", flush=True)
     body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "stream": true}}'
@@ -149,7 +191,10 @@ def main(options: argparse.Namespace) -> int:
     if options.check:
         return 0 if fits else 2
     try:
-        return uvloop.run(serve(config))
+        return uvloop.run(serve(config, lambda: read(options)))
+    except (ScenarioError, RolloutError) as error:
+        print(f"python -m runtime serve: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"python -m runtime serve: {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +23,10 @@ from runtime.backends.openai_http import OpenAiHttpBackend
 from runtime.backends.torch_tp import TorchTpBackend
 from runtime.calls import Call, Piece, Refusal
 from runtime.gateway.interface import GroupStatus, ServedModel
+from runtime.records.recorder import Recorder
+from runtime.rollout.control import RolloutControl
+from runtime.rollout.store import RolloutStore, configured_digest
+from runtime.scheduling.agreement import Agreement
 from runtime.scheduling.control_loop import DECISIONS, ControlLoop
 from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.policy_client import PolicyClient
@@ -57,13 +63,9 @@ def candidates_of(cluster: ClusterSpec, decision: Decision) -> int:
     return candidates_max(decision, [len(group.ranks) for group in cluster.groups], sum(cluster.parked))
 
 
-def _guard(config: ServiceConfig, decision: Decision, deadline_s: float) -> PolicyGuard | None:
-    """Over the policy of a kind of decision, not started; None where there is none."""
-    bundle = config.bundle_of(decision)
-    if bundle is None:
-        return None
-    client = PolicyClient(bundle, candidates_of(config.cluster, decision), decision=decision)
-    return PolicyGuard(client, deadline_s, config.scheduler.outside_max, rng=np.random.default_rng())
+async def _let_go(guard: PolicyGuard) -> None:
+    await asyncio.sleep(4 * guard.deadline_s)
+    await guard.client.close()
 
 
 async def _still_starting() -> AsyncIterator[Piece]:
@@ -79,9 +81,24 @@ class Service:
         settings = KernelSettings()
         telemetry = Telemetry(config.cluster, settings, config.dispatch.limit_multiplier, config.dispatch.head_start_s)
         backends = [make_backend(config, g, settings) for g in range(len(config.cluster.groups))]
-        self.dispatcher = Dispatcher(backends, telemetry, config.dispatch, _guard(config, "route", config.scheduler.deadline_ms / 1000.0))
-        guards = {name: guard for name in DECISIONS if (guard := _guard(config, name, config.control.deadline_s)) is not None}
+        store = RolloutStore(Path(config.rollout.dir)) if config.rollout.dir is not None else None
+        bundle, self.bundle_digest = config.bundle, configured_digest(config.bundle)
+        if store is not None and store.state.incumbent is not None and store.state.configured == self.bundle_digest:
+            bundle = store.state.incumbent.folder
+        self.dispatcher = Dispatcher(backends, telemetry, config.dispatch, self.make_guard(bundle) if bundle is not None else None)
+        self.rollout = None
+        if store is not None:
+            self.rollout = RolloutControl(
+                self.dispatcher, config.rollout, store, self.make_guard, self.use_guard, self.bundle_digest, config.bundle
+            )
+        guards = {
+            name: self.make_guard(chosen, name, config.control.deadline_s)
+            for name in DECISIONS
+            if (chosen := config.bundle_of(name)) is not None
+        }
         self.control = ControlLoop(self.dispatcher, config.control, guards)
+        self.recorder = Recorder(self.dispatcher, config.records, config.model_name) if config.records.dir is not None else None
+        self._leaving: set[asyncio.Task[None]] = set()
         self.has_started = False
         self._tokens_max = self._least_tokens(telemetry)
         is_foreign = any(entry.kind != "torch_tp" for entry in config.groups)  # then prompts go as they came
@@ -93,14 +110,44 @@ class Service:
 
     async def start(self) -> None:
         """Returns when the first group can serve."""
+        if self.recorder is not None:
+            self.recorder.start()
         self.dispatcher.load_kernels()
         await self.dispatcher.start()
         await self.control.start()
+        if self.rollout is not None:
+            await self.rollout.start()
         self.has_started = True
 
     async def close(self) -> None:
+        if self.rollout is not None:
+            await self.rollout.close()
         await self.control.close()
         await self.dispatcher.close()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close)
+
+    def make_guard(self, bundle: str, decision: Decision = "route", deadline_s: float | None = None) -> PolicyGuard:
+        """A policy process for `bundle`, not started, behind the configured guard rails. deadline_s: None, that of route decisions."""
+        scheduler = self.config.scheduler
+        client = PolicyClient(bundle, candidates_of(self.config.cluster, decision), decision=decision)
+        agreement = Agreement(scheduler.agreement_min, scheduler.agreement_max) if decision == "route" else None
+        within_s = scheduler.deadline_ms / 1000.0 if deadline_s is None else deadline_s
+        return PolicyGuard(client, within_s, scheduler.outside_max, rng=np.random.default_rng(), agreement=agreement)
+
+    async def use_guard(self, guard: PolicyGuard | None) -> None:
+        """From now on `guard`'s policy decides; None: the service file's, or the heuristic. The one before is let go when its last answers
+        are in."""
+        scheduler = self.dispatcher.scheduler
+        if guard is None and self.config.bundle is not None:
+            guard = self.make_guard(self.config.bundle)
+            await guard.client.start()
+        before, scheduler.guard = scheduler.guard, guard
+        if before is not None:
+            task = asyncio.create_task(_let_go(before))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
     def run(self, call: Call) -> AsyncIterator[Piece]:
         """Raises, when iterated: Refusal."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from envs.decision.actions import Decision
 from envs.domain.suggestions import unknown_name
@@ -18,6 +18,8 @@ from envs.scenario.scenario_error import ScenarioError
 from envs.scenario.validation import validate
 from envs.scenario.yaml_text import read_yaml
 from runtime.gateway.settings import GatewaySettings
+from runtime.records.settings import RecordEntry
+from runtime.rollout.settings import RolloutEntry
 from runtime.scheduling.control_settings import ControlSettings
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.tracing.tracer import DEFAULT_ENDPOINT, TracingSettings
@@ -59,11 +61,20 @@ class ModelEntry(Entry):
 
 class SchedulerEntry(Entry):
     """deadline_ms: what the policy gets for a decision. outside_max: inputs that may lie outside the range seen in training. heuristic:
-    answers where the policy does not."""
+    answers where the policy does not. agreement_min, agreement_max: band of the share of decisions in which policy and heuristic agree;
+    outside it the policy's breaker opens."""
 
     heuristic: str = "net_utility"
     deadline_ms: float = Field(default=5.0, gt=0, le=1000)
     outside_max: int = Field(default=0, ge=0)
+    agreement_min: float = Field(default=0.02, ge=0, le=1)
+    agreement_max: float = Field(default=1.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _band(self) -> SchedulerEntry:
+        if self.agreement_min > self.agreement_max:
+            raise ValueError(f"agreement_min={self.agreement_min} is above agreement_max={self.agreement_max}")
+        return self
 
 
 class TracingEntry(Entry):
@@ -77,8 +88,9 @@ class TracingEntry(Entry):
 
 class ServiceEntry(Entry):
     """A whole service file. cluster: file (beside this one) or ready cluster. groups: by the cluster file's names; those not named are
-    emulated. dispatch, control, gateway: fields of DispatchSettings, ControlSettings and GatewaySettings. api_keys_env: environment
-    variable with keys, comma between. drain_s: what streams get to end after SIGTERM. tracing: none."""
+    emulated. dispatch, control, gateway: fields of DispatchSettings, ControlSettings and GatewaySettings. records: see RecordEntry.
+    rollout: see RolloutEntry. api_keys_env: environment variable with keys, comma between. drain_s: what streams get to end after
+    SIGTERM. tracing: none."""
 
     cluster: str | None = None
     bundle: str | None = None
@@ -91,6 +103,8 @@ class ServiceEntry(Entry):
     control: dict[str, Any] = Field(default_factory=dict)
     gateway: dict[str, Any] = Field(default_factory=dict)
     api_keys_env: str | None = None
+    records: RecordEntry = RecordEntry()
+    rollout: RolloutEntry = RolloutEntry()
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     drain_s: int = Field(default=30, ge=0, le=3600)
@@ -109,6 +123,8 @@ class ServiceConfig:
     scheduler: SchedulerEntry
     dispatch: DispatchSettings
     gateway: GatewaySettings
+    records: RecordEntry
+    rollout: RolloutEntry
     host: str
     port: int
     drain_s: int
@@ -141,9 +157,12 @@ def load_service(config: Path | None, cluster: str | None = None, bundle: str | 
     if entry.api_keys_env and not keys:
         raise ScenarioError(f"{source}: api_keys_env: the environment has no {entry.api_keys_env}")
     gateway = _settings(source, "gateway", GatewaySettings, {"api_keys": keys} | entry.gateway)
+    records = entry.records.model_copy(update={"dir": overrides.get("record_dir") or _folder(config, entry.records.dir)})
+    in_place = {"dir": _folder(config, entry.rollout.dir), "evidence_key_file": _folder(config, entry.rollout.evidence_key_file)}
+    rollout = entry.rollout.model_copy(update=in_place)
     return ServiceConfig(
         spec, bundle or _beside(config, entry.bundle), entry.model.name or spec.model.name, _model_path(config, entry.model.path), groups,
-        entry.scheduler, dispatch, gateway, overrides.get("host") or entry.host,
+        entry.scheduler, dispatch, gateway, records, rollout, overrides.get("host") or entry.host,
         entry.port if overrides.get("port") is None else overrides["port"], entry.drain_s,
         _settings(source, "control", ControlSettings, entry.control),
         overrides.get("split_bundle") or _beside(config, entry.split_bundle),
@@ -167,6 +186,11 @@ def _beside(config: Path | None, name: str | None) -> str | None:
         return name
     near = config.parent / name
     return str(near) if near.exists() else name
+
+
+def _folder(config: Path | None, name: str | None) -> str | None:
+    """A path that need not be there yet, relative to the service file's folder."""
+    return name if name is None or config is None else str(config.parent / name)
 
 
 def _model_path(config: Path | None, path: str | None) -> str | None:

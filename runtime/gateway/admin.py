@@ -7,7 +7,6 @@ through a browser unasked.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import math
 from typing import Annotated, Any, Literal, Protocol
 
@@ -16,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from runtime.gateway.admin_access import check_access
 from runtime.gateway.errors import ApiError, invalid
 from runtime.gateway.generation import Generation
 from runtime.gateway.recent_requests import requests_told
-from runtime.gateway.request_headers import RequestHeaders
 
 BODY_BYTES_MAX = 64 << 10
 ORDER_WAIT_S = 60.0
@@ -68,7 +67,7 @@ class Admin:
     """`routes` for an application that turns ApiError into an answer."""
 
     def __init__(self, administered: Administered, shared: Generation) -> None:
-        self._administered, self._keys, self._recent = administered, shared.keys, shared.recent
+        self._administered, self._shared = administered, shared
 
     @property
     def routes(self) -> list[Route]:
@@ -82,10 +81,7 @@ class Admin:
 
     def check(self, request: Request) -> None:
         """Raises: ApiError unless this caller may see the inside and give orders."""
-        if self._keys.are_set:
-            self._keys.check(RequestHeaders.of(request.scope["headers"]).authorization)
-        elif request.client is None or not _is_loopback(request.client.host):
-            raise ApiError(403, "Without API keys the admin endpoints answer to loopback alone.", code="forbidden", reason="unauthorised")
+        check_access(request, self._shared)
 
     async def state(self, request: Request) -> Response:
         self.check(request)
@@ -93,7 +89,7 @@ class Admin:
 
     async def requests(self, request: Request) -> Response:
         self.check(request)
-        return _json(requests_told(self._recent))
+        return _json(requests_told(self._shared.recent))
 
     async def drain(self, request: Request) -> Response:
         await self._order(request, _empty_body)
@@ -138,13 +134,6 @@ class Admin:
             raise ApiError(504, f"Not done within {ORDER_WAIT_S:g} s; see /admin/state.", code="deadline", reason="deadline") from None
         except OrderRefused as refused:
             raise ApiError(STATUS_OF[refused.reason], str(refused), code=refused.reason, reason="invalid") from refused
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _json(body: Any) -> Response:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from runtime.gateway.admin import Admin, Administered
+from runtime.gateway.admin_rollout import admin_rollout_routes
 from runtime.gateway.api_keys import ApiKeys
 from runtime.gateway.call_making import CallMaker, RequestIds
 from runtime.gateway.errors import ApiError, internal_error
@@ -77,7 +78,8 @@ def make_app(
     administered: Administered | None = None,
 ) -> GatewayApp:
     """The application over a dispatcher that runs already, or that its caller starts. `app.state`: `generation` (set `is_draining` to
-    take nothing in any more), `metrics` (its `registry` takes further collectors). tracer: closed by whoever made it.
+    take nothing in any more), `metrics` (its `registry` takes further collectors); its caller may add `reloader` and
+    `rollout`. tracer: closed by whoever made it.
 
     administered: what stands behind /admin; without it there is none. The tokenizers of all models are loaded before the first request
     is taken.
@@ -108,7 +110,7 @@ def make_app(
         assert isinstance(error, ApiError)
         metrics.count_refusal(error.reason)
         metrics.count_request("other", error.status)
-        return error_response(error, chosen.retry_after_s)
+        return error_response(error, shared.settings.retry_after_s)
 
     async def failed(request: Request, error: Exception) -> Response:
         return await told(request, internal_error())
@@ -131,6 +133,7 @@ def make_app(
             Route("/openapi.json", probes.openapi, methods=["GET"]),
             *(Admin(administered, shared).routes if administered is not None else []),
             *Page().routes,
+            *admin_rollout_routes(shared),
         ],
         exception_handlers={ApiError: told, HTTPException: told, Exception: failed},
         lifespan=lifespan,
@@ -138,6 +141,7 @@ def make_app(
     app.straight, app.ids = straight, shared.ids
     app.router.redirect_slashes = False
     app.state.generation, app.state.metrics = shared, metrics
+    app.state.reloader = app.state.rollout = None
     return app
 
 

@@ -67,6 +67,11 @@ class Generation:
         if self.tracer is not None:
             self.tracer.ended(notes)
 
+    def apply(self, settings: GatewaySettings) -> None:
+        """Live by other limits and keys from now on; requests inside are not asked again."""
+        self.settings, self.keys = settings, ApiKeys(settings.api_keys)
+        self.maker.settings = settings
+
     def admit(self, headers: RequestHeaders) -> None:
         """Raises: ApiError for a stranger, a body that says it is too large, or when no more are taken in."""
         self.keys.check(headers.authorization)

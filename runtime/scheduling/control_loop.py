@@ -57,7 +57,8 @@ class Decider:
         candidates, context = encode(point, len(point.commands))
         if not (np.isfinite(candidates).all() and np.isfinite(context).all()):
             return None, "observation_not_finite"
-        return await self.guard.choose(candidates, context, point.mask, self._deadline_s)
+        choice = await self.guard.choose(candidates, context, point.mask, self._deadline_s, lambda: self._by_heuristic(point))
+        return choice.index, choice.cause
 
     def _by_heuristic(self, point: DecisionPoint) -> int:
         """Keeping everything as it is where it fails."""

@@ -29,6 +29,7 @@ from envs.domain.snapshot import BoolArray, ClusterSnapshot
 from runtime.backends.interface import NOTHING, Backend, BackendBusy, BackendError, BackendFault, BadCall, Begun, GivenBack
 from runtime.calls import Call, Piece, Refusal
 from runtime.request_notes import AttemptNotes
+from runtime.scheduling.call_ledger import CallLedger
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.group_keeper import GroupKeeper
 from runtime.scheduling.held_calls import HeldCalls
@@ -90,8 +91,10 @@ class Dispatcher:
         self.panel = BreakerPanel(len(self.backends), now_s=now_s, settings=breaker_settings, rng=breaker_rng)
         self.class_breaker = ClassBreaker([chosen.class_timeout_fraction] * len(SERVICE_CLASSES), now_s=now_s, rng=class_rng)
         self.retries = RetryBudget(attempts_max=chosen.attempts_max)
+        self._heuristic_rng = heuristic_rng
         heuristic = make_heuristic("route", chosen.heuristic, heuristic_rng)
         self.scheduler = OnlineScheduler(self.view, lambda: telemetry.experience.tables, heuristic, guard, now_s)
+        self.ledger = CallLedger(now_s)
         self.counts: Counter[str] = Counter()
         self.served = np.zeros(len(self.backends), np.int64)  # attempts by group
         self.engine_counts = np.zeros((len(self.backends), 3), np.int64)  # preemptions, prompt tokens looked up and found in a prefix cache
@@ -129,6 +132,13 @@ class Dispatcher:
         if self.scheduler.guard is not None:
             await self.scheduler.guard.client.close()
 
+    def apply(self, settings: DispatchSettings) -> None:
+        """Live by other limits from now on; calls under way keep the deadlines they have. Those of `FIXED` are the old ones'."""
+        if settings.heuristic != self.settings.heuristic:
+            self.scheduler.heuristic = make_heuristic("route", settings.heuristic, self._heuristic_rng)
+        self.settings = self.groups.settings = settings
+        self.retries.attempts_max = settings.attempts_max
+
     async def drain(self, deadline_s: float) -> bool:
         """Take no new calls, wait for those inside; whether all came to their end within `deadline_s`."""
         self.is_draining = True
@@ -164,7 +174,9 @@ class Dispatcher:
             request, lease = self._admit(call)
         except Refusal as refusal:
             self.counts[f"refused_{refusal.reason}"] += 1
+            self.ledger.turned_away(call, refusal.reason)
             raise
+        self.ledger.open(call, request)
         has_timed_out: bool | None = None
         self.in_flight += 1
         try:
@@ -176,9 +188,11 @@ class Dispatcher:
         except Refusal as refusal:
             has_timed_out = True if refusal.reason in ("deadline", "attempts_spent") else has_timed_out
             self.counts[f"refused_{refusal.reason}"] += 1
+            self.ledger.refused(request.request_id, refusal.reason)
             raise
         finally:
             self.in_flight -= 1
+            self.ledger.close(request.request_id)
             if has_timed_out is not None:
                 self.class_breaker.record(request.class_index, has_timed_out, began_s=request.arrival_s, lease=lease)
             elif lease is not None:
@@ -315,6 +329,7 @@ class Dispatcher:
             if placed:
                 g = placed[0].group_index
                 self.prefixes.remember(g, keys, int(self.telemetry.kv_tokens[g]))
+                self.ledger.placed(request.request_id, decided, keys)
                 return placed[0]
             alive = self.groups.alive() & fits
             alive[list(excluded)] = False
@@ -445,6 +460,7 @@ class Dispatcher:
     def _end_attempt(self, attempt: _Attempt, outcome: Outcome, reason: str, generated: int) -> None:
         now_s, g, flight = self._now_s(), attempt.group_index, attempt.flight
         self.telemetry.flights.remove(flight)
+        self.ledger.attempt_ended(flight.request.request_id, attempt.first_s, attempt.last_s, generated, outcome is Outcome.OK)
         took_s, expected_s = now_s - attempt.began_s, math.inf
         notes = attempt.notes
         notes.first_s, notes.last_s, notes.ended_s, notes.tokens = attempt.first_s, attempt.last_s, now_s, generated - flight.started

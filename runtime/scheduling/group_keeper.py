@@ -38,7 +38,7 @@ class GroupKeeper:
         plans: ServedPlans,
     ) -> None:
         self._backends, self._telemetry, self._panel, self._prefixes = backends, telemetry, panel, prefixes
-        self._held, self._settings, self._counts, self._now_s = held, settings, counts, now_s
+        self._held, self.settings, self._counts, self._now_s = held, settings, counts, now_s
         self._plans = plans
         self._tasks: list[asyncio.Task[None]] = []
         self._keepers: dict[int, asyncio.Task[None]] = {}
@@ -102,12 +102,12 @@ class GroupKeeper:
     async def is_ready(self) -> bool:
         """Whether a token can really be made: one was, lately, or a probe makes one (K22)."""
         alive = self.alive()
-        recent = self._now_s() - self._last_token_s < self._settings.ready_within_s
+        recent = self._now_s() - self._last_token_s < self.settings.ready_within_s
         if (alive & recent).any():
             return True
         probes = [asyncio.ensure_future(self._backends[g].probe()) for g in np.flatnonzero(alive).tolist()]
         try:
-            for done in asyncio.as_completed(probes, timeout=self._settings.ready_within_s):
+            for done in asyncio.as_completed(probes, timeout=self.settings.ready_within_s):
                 if await done:
                     return True
         except TimeoutError:
@@ -120,7 +120,7 @@ class GroupKeeper:
 
     async def _keep(self, backend: Backend, warms_up: bool) -> None:
         """Start a group, watch that its process lives, start it again; its breaker is forced open while it is gone."""
-        g, wait_s = backend.group_index, self._settings.restart_s
+        g, wait_s = backend.group_index, self.settings.restart_s
         while True:
             try:
                 await backend.start()
@@ -130,7 +130,7 @@ class GroupKeeper:
                 logger.warning("group not started group=%s reason=%s", backend.name, error)
                 self._panel.breakers[g].force_open(f"not started: {error}")
                 await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, self._settings.restart_max_s)
+                wait_s = min(2 * wait_s, self.settings.restart_max_s)
                 continue
             self._forget(g)
             self._is_up[g] = True
@@ -146,14 +146,14 @@ class GroupKeeper:
             self._counts["groups_lost"] += 1
             self._held.ring()
             if self._now_s() - began_s > 60.0:
-                wait_s = self._settings.restart_s
+                wait_s = self.settings.restart_s
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, self._settings.restart_max_s)
+            wait_s = min(2 * wait_s, self.settings.restart_max_s)
 
     async def _watch(self) -> None:
         """Hand reports to the telemetry, and let held calls ask again when a breaker's time has come."""
         while True:
-            await asyncio.sleep(self._settings.report_period_s)
+            await asyncio.sleep(self.settings.report_period_s)
             for backend in self._backends:
                 self._take_report(backend)
             for g in self._panel.due_probes().tolist():

@@ -74,6 +74,8 @@ class SchedulingMetrics(Collector):
         yield GaugeMetricFamily("ballast_policy_breaker_state", "0 closed, 1 open, 2 half open.", value=float(guard.breaker.state))
         yield CounterMetricFamily("ballast_policy_shadow_decisions", "Decided and not followed.", value=float(guard.shadow_decisions))
         yield CounterMetricFamily("ballast_policy_restarts", "Of the policy process.", value=float(guard.client.restarts))
+        if (share := guard.agreement.share) is not None:
+            yield GaugeMetricFamily("ballast_policy_agreement", "Share of compared decisions equal to the heuristic's.", value=share)
         silent_s = guard.client.oldest_unanswered_s
         yield GaugeMetricFamily(
             "ballast_policy_silent_seconds", "Age of its oldest question.", value=silent_s if math.isfinite(silent_s) else 0.0

@@ -35,12 +35,14 @@ RESTART_S, RESTART_MAX_S = 0.5, 30.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyAnswer:
-    """index: the choice, -1 where there is none. outside: inputs outside the range seen in training. took_s: from asking."""
+    """index: the choice, -1 where there is none. outside: inputs outside the range seen in training. took_s: from asking. scores: float32
+    bytes, one per candidate, empty where there are none."""
 
     index: int
     outside: int
     error: str
     took_s: float
+    scores: bytes = b""
 
 
 class PolicyClient:
@@ -157,10 +159,10 @@ class PolicyClient:
             self.state, self.detail = "refused", str(message[1])
             logger.warning("policy bundle refused reason=%s", self.detail)
         else:
-            _, number, index, outside, error = message
+            _, number, index, outside, error, scores = message
             asked = self._asked.pop(number, None)
             if asked is not None and not asked[1].done():
-                asked[1].set_result(PolicyAnswer(int(index), int(outside), str(error), self._now_s() - asked[0]))
+                asked[1].set_result(PolicyAnswer(int(index), int(outside), str(error), self._now_s() - asked[0], bytes(scores)))
 
     def _forget_asked(self, reason: str) -> None:
         asked, self._asked = self._asked, {}

@@ -43,7 +43,8 @@ def answer_of(policy: BundlePolicy, message: list[Any]) -> bytes:
     number, candidates, context, mask = M.read_question(message)
     try:
         outside = len(policy.out_of_range(candidates, context, mask))
-        return M.answer(number, policy.choose(candidates, context, mask), outside, "")
+        index, scores = policy.choose_scored(candidates, context, mask)
+        return M.answer(number, index, outside, "", scores)
     except ValueError as error:  # the policy's own refusals are ValueErrors
         return M.answer(number, -1, 0, f"{type(error).__name__}: {error}")
 
