@@ -13,12 +13,12 @@ export class Rollout {
   }
 
   show(rollout) {
-    if (rollout === null) {
+    const stage = rollout?.stage ?? 'off';
+    if (stage === 'off' && !rollout?.stages) {
       this.back.hidden = true;
-      fill(this.body, el('p', { class: 'empty' }, 'This service rolls out no policy.'));
+      fill(this.body, el('p', { class: 'empty' }, `This service rolls out no policy. ${rollout?.next_step ?? ''}`));
       return;
     }
-    const stage = rollout.stage ?? 'off';
     this.back.hidden = !['shadow', 'canary', 'adopted'].includes(stage);
     const bad = stage === 'rolled_back' || stage === 'refused';
     fill(this.body,
@@ -46,7 +46,7 @@ function stages(rollout) {
 
 function nameOf(what) {
   if (what === null || what === undefined) return '';
-  return typeof what === 'string' ? what : what.name ?? what.bundle ?? what.path ?? what.digest ?? '';
+  return typeof what === 'string' ? what : what.name ?? what.folder ?? what.digest ?? '';
 }
 
 function fact(name, value) {
