@@ -11,7 +11,10 @@ from prometheus_client.registry import Collector
 
 from runtime.scheduling.dispatcher import Dispatcher
 
-EVENTS = ("retries", "attempts_lost", "busy", "groups_lost", "bad_reports")
+EVENTS = (
+    "retries", "attempts_lost", "busy", "groups_lost", "bad_reports", "given_back", "requeued_calls", "moved_calls", "moves_done",
+    "moves_refused", "moves_failed",
+)  # fmt: skip
 POLICY_STATES = ("starting", "ready", "refused", "gone")
 
 
@@ -57,9 +60,29 @@ class SchedulingMetrics(Collector):
             if dispatcher.telemetry.reports[g] is not None:
                 age.add_metric((backend.name,), float(view.report_age_s[g]))
         yield from (attempts, breaker, age, pace)
+        yield from self._work()
         held = GaugeMetricFamily("ballast_held", "Calls that wait for a group to take them.", value=float(dispatcher.held_calls.count))
         retries = GaugeMetricFamily("ballast_retries_under_way", "Of the retry budget.", value=float(dispatcher.retries.retrying))
         yield from (held, retries)
+
+    def _work(self) -> Iterator[Metric]:
+        """What ranks do with their time: a card that waits for its host or for the others looks busy and computes little."""
+        share = GaugeMetricFamily(
+            "ballast_rank_compute_share", "Share of the last seconds in which a rank computed.", labels=("group", "rank")
+        )
+        stall = GaugeMetricFamily(
+            "ballast_rank_memory_stall_share", "Share of the last seconds in which a rank waited for memory.", labels=("group", "rank")
+        )
+        memory = GaugeMetricFamily(
+            "ballast_group_memory_bytes_per_second", "Weights and KV read by all ranks of a group.", labels=("group",)
+        )
+        for backend, rates in zip(self._dispatcher.backends, self._dispatcher.plans.rates, strict=True):
+            if rates is not None:
+                memory.add_metric((backend.name,), rates.bytes_per_s)
+                for rank, (computes, stalls) in enumerate(zip(rates.compute.tolist(), rates.stall.tolist(), strict=True)):
+                    share.add_metric((backend.name, str(rank)), computes)
+                    stall.add_metric((backend.name, str(rank)), stalls)
+        yield from (share, stall, memory)
 
     def _policy(self) -> Iterator[Metric]:
         guard = self._dispatcher.scheduler.guard
