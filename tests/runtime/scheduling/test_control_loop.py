@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from agents.policy_bundle import write_bundle
 from envs.decision.move_candidates import rebalance_candidates
 from envs.decision.move_discipline import DisciplineSettings, MoveDiscipline
+from envs.decision.observation import FEATURES
 from envs.decision.split_planner import CORNERS
 from envs.domain.commands import Command, CommandKind
 from envs.scenario.cluster_file import load_cluster
@@ -20,8 +22,11 @@ from runtime.scheduling.control_settings import ControlSettings
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.move_execution import Move
+from runtime.scheduling.policy_client import PolicyClient
+from runtime.scheduling.policy_guard import PolicyGuard
 from runtime.scheduling.telemetry import Telemetry
 from tests.runtime.scheduling.service_parts import LIMITS, Scripted, call, cluster
+from tests.runtime.scheduling.test_policy_faults import contents
 
 K = CommandKind
 
@@ -271,3 +276,41 @@ def test_a_heuristic_that_fails_changes_nothing(kernels):
         assert np.isfinite(service.control.discipline.debt_s()).all()
 
     play(cluster(3, parked=1), body)
+
+
+def test_a_policy_decides_and_what_it_does_is_told(kernels, tmp_path):
+    """A rebalance bundle that likes requeueing best, in its own process: the loop follows it, the decision is told with its source. A route
+    bundle is refused in its place."""
+    shape = contents()
+    schema = replace(shape.schema, decision_kind="rebalance")
+    weights = dict(shape.weights)
+    weights["residual.weight"] = weights["residual.weight"].copy()
+    weights["residual.weight"][0, FEATURES.index("kind_requeue")] = 50.0
+    write_bundle(tmp_path / "rebalance", replace(shape, schema=schema, weights=weights))
+    write_bundle(tmp_path / "route", shape)
+
+    async def body(service: EmulatedService) -> None:
+        clients = [PolicyClient(str(tmp_path / name), 12, decision="rebalance") for name in ("rebalance", "route")]
+        try:
+            for client in clients:
+                await client.start()
+            while "starting" in [client.state for client in clients]:
+                await asyncio.sleep(0.02)
+            assert [client.state for client in clients] == ["ready", "refused"] and "decides route" in clients[1].detail
+            service.control.deciders["rebalance"].guard = PolicyGuard(clients[0], deadline_s=5.0, outside_max=1000)
+            service.telemetry.is_draining[1] = True
+            service.ask(30, 100, 50)
+            await service.pass_s(0.5)
+            service.telemetry.is_draining[1] = False
+            service.control.deciders["rebalance"]._deadline_s = 5.0
+            await service.tick()
+        finally:
+            for client in clients:
+                await client.close()
+        move = service.control.moves.log[0]
+        assert (move.command.kind, move.source, move.outcome) == (K.REQUEUE, "policy", "done") and move.calls >= 10
+        told = service.control.recent.told(["g0", "g1"])[0]
+        assert (told["decision"], told["source"], told["cause"]) == ("rebalance", "policy", "")
+        assert told["candidates"][told["chosen"]]["kind"] == "requeue"
+
+    play(cluster(2), body)
