@@ -18,8 +18,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--agent",
         default="all",
-        choices=("all", "route", "split", "rebalance", "joint"),
-        help="which policy to train; all trains route, split and rebalance in turn",
+        choices=("all", "route", "route_from_random", "split", "rebalance", "joint"),
+        help="which policy to train; all trains every one but joint in turn",
     )
     parser.add_argument("--run-dir", type=Path, default=None, help="new directory for results (default: runs/NAME-DATE-TIME)")
     parser.add_argument("--seed", type=int, default=None, help="root seed; replaces the experiment's")

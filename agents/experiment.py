@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from agents import heuristics
+from agents.advised_env import AdvisedEnv
 from agents.capability_table import capability_rows
 from agents.checkpoints import replace_file
 from agents.cross_entropy import tune_linear_score
@@ -47,9 +48,23 @@ from envs.world_sampler import WorldSampler
 EXPERIMENT_FILE = "experiment.yaml"
 CEILING = "clairvoyant (unreachable)"
 REFERENCE = "net_utility"  # the strongest closed-form router on every validation set so far; it defines load 1.0
-AGENTS: tuple[str, ...] = ("route", "split", "rebalance")
+AGENTS: tuple[str, ...] = ("route", "route_from_random", "split", "rebalance")
+FROM_RANDOM = "route_from_random"
 DEFAULT_PPO: dict[str, dict[str, Any]] = {
+    # the start is as good as its adviser; steps large enough to learn from nothing would forget that
     "route": {
+        "total_decisions": 18_432,
+        "n_steps": 1024,
+        "minibatch_size": 1024,
+        "learning_rate": 5e-5,
+        "kl_stop": 0.005,
+        "entropy_coefficient": 0.0,
+        "gamma_per_s": 0.8,
+        "lambda_per_s": 0.8,
+        "clone_decisions": 20_000,
+        "clone_epochs": 8,
+    },
+    FROM_RANDOM: {
         "total_decisions": 120_000,
         "n_steps": 512,
         "minibatch_size": 256,
@@ -99,9 +114,9 @@ class Companions:
         return made
 
 
-def make_training_env(worlds: WorldSampler, companions: Companions, settings: EnvSettings) -> SchedulingEnv:
+def make_training_env(worlds: WorldSampler, companions: Companions, settings: EnvSettings, advisor: str | None) -> SchedulingEnv:
     """Top-level so that worker processes can build it."""
-    return SchedulingEnv(worlds, companions, settings)
+    return SchedulingEnv(worlds, companions, settings) if advisor is None else AdvisedEnv(worlds, companions, settings, advisor)
 
 
 @dataclass(slots=True)
@@ -149,11 +164,16 @@ class Experiment:
             for name in names:
                 heuristics.make(decision, name, rng)
         for agent in agents:
-            self._ppo_settings(agent).check_rollout(self.config.training_environments)
+            settings = self._ppo_settings(agent)
+            settings.check_rollout(self.config.training_environments)
+            if settings.clone_decisions:
+                if agent not in self.config.imitate:
+                    raise ValueError(f"ppo.{agent}.clone_decisions={settings.clone_decisions}: name whom to imitate, imitate.{agent}")
+                heuristics.make(_asked(agent)[0], self.config.imitate[agent], rng)
         for agent in agents:
-            rows = self.config.max_candidates.get(agent)
+            rows = self.config.max_candidates.get(_kind(agent))
             if rows is None:
-                raise ValueError(f"max_candidates: no size for {agent}; name every agent that is trained")
+                raise ValueError(f"max_candidates: no size for {_kind(agent)}; name every kind of agent that is trained")
             for cluster in self.sampler.clusters:
                 ranks = [len(group.ranks) for group in cluster.groups]
                 if problem := too_many_candidates(cluster.name, _asked(agent), ranks, sum(cluster.parked), rows):
@@ -245,7 +265,7 @@ class Experiment:
         asked = _asked(agent)
         settings = self._ppo_settings(agent)
         env_settings = EnvSettings(
-            asked=asked, max_candidates=config.max_candidates[agent], discount_per_s=config.discount_per_s,
+            asked=asked, max_candidates=config.max_candidates[_kind(agent)], discount_per_s=config.discount_per_s,
             lateness_price=config.lateness_price, shaping=config.shaping,
         )  # fmt: skip
         scales = tuple(load * self.load_one for load in config.worlds.train_load)
@@ -253,7 +273,8 @@ class Experiment:
             self._window(config.trace.train_s, "train"), rate_scales=scales, report_delays_s=config.worlds.train_report_delay_s
         )
         companions = Companions(self.best.without(asked))
-        factories = [partial(make_training_env, worlds, companions, env_settings)] * config.training_environments
+        advisor = config.imitate.get(agent) if settings.clone_decisions else None
+        factories = [partial(make_training_env, worlds, companions, env_settings, advisor)] * config.training_environments
         run_dir = self.run_dir / agent
         with self._bar() as bar:
             task = bar.add_task(f"PPO {agent}", total=settings.total_decisions)
@@ -263,7 +284,7 @@ class Experiment:
 
             trained = train_ppo(
                 factories, settings, run_dir, evaluate=partial(self._validate, companions, env_settings), progress=progress,
-                resume=resume,
+                expert=None if advisor is None else "expert_action", resume=resume,
             )  # fmt: skip
         self.history[agent] = [dict(row) for row in trained.history]
         return self._export(agent, trained)
@@ -303,7 +324,7 @@ class Experiment:
 
     def _learning_curve(self) -> tuple[dict[str, float], ...]:
         """Validation goodput over training decisions of the router (or the joint agent)."""
-        rows = self.history.get("route") or self.history.get("joint") or []
+        rows = self.history.get(FROM_RANDOM) or self.history.get("route") or self.history.get("joint") or []
         tag = "train/validation_score"
         return tuple({"decisions": row["decisions"], "score": row[tag]} for row in rows if tag in row)
 
@@ -388,7 +409,8 @@ class Experiment:
         return float(np.mean(shares))
 
     def _export(self, agent: str, trained: TrainedPolicy) -> Path:
-        schema = BundleSchema(agent, FEATURES, CONTEXT, OBSERVATION_VERSION, self.config.max_candidates[agent])
+        kind = _kind(agent)
+        schema = BundleSchema(kind, FEATURES, CONTEXT, OBSERVATION_VERSION, self.config.max_candidates[kind])
         directory = self.run_dir / "bundle" / agent
         directory.parent.mkdir(parents=True, exist_ok=True)
         report = export_bundle(
@@ -415,6 +437,8 @@ class Experiment:
         texts = {agent: f"bundle:{path}" for agent, path in bundles.items()}
         if "route" in texts:
             rows.append(Contestant("ppo_route", texts["route"]))
+        if FROM_RANDOM in texts:
+            rows.append(Contestant(f"ppo_{FROM_RANDOM}", texts[FROM_RANDOM]))
         if "split" in texts:
             rows.append(Contestant("ppo_split", best.route, texts["split"]))
         if "rebalance" in texts:
@@ -437,9 +461,14 @@ class Experiment:
         return Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self.console)
 
 
+def _kind(agent: str) -> str:
+    """What kind of bundle an agent becomes: two agents route."""
+    return "route" if agent == FROM_RANDOM else agent
+
+
 def _asked(agent: str) -> tuple[Decision, ...]:
     """The decisions that an agent answers."""
-    return ALL_DECISIONS if agent == "joint" else (agent,)  # type: ignore[return-value]
+    return ALL_DECISIONS if agent == "joint" else (_kind(agent),)  # type: ignore[return-value]
 
 
 def _is_file(name: str) -> bool:

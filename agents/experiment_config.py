@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from agents.mixed_traffic import TracePart
 from agents.row_classes import ClassSource
@@ -20,7 +30,8 @@ from envs.scenario.scenario_error import shown
 from envs.scenario.validation import key_path, keys_at
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
-AGENT_NAMES = ("route", "split", "rebalance", "joint")
+AGENT_NAMES = ("route", "route_from_random", "split", "rebalance", "joint")
+CANDIDATE_KINDS = ("route", "split", "rebalance", "joint")
 _WORLD_OPTIONS = tuple(entry.name for entry in fields(WorldOptions))
 
 
@@ -119,8 +130,8 @@ class TuneChoice(BaseModel, extra="forbid"):
 
 
 class ExperimentConfig(BaseModel, extra="forbid"):
-    """The whole experiment; `ppo` overrides fields of `PpoSettings` per agent (route, split, rebalance, joint);
-    `max_candidates` is the padded size of each agent's decisions (a router needs its groups + 2)."""
+    """The whole experiment; `ppo` overrides fields of `PpoSettings` per agent; `imitate`: the heuristic that an agent with
+    `clone_decisions` imitates before PPO; `max_candidates` is the padded size of each kind of decision (a router needs its groups + 2)."""
 
     name: str = "default"
     shortened: bool = Field(False, description="a look at the stages or a cut run: tables and reports say so")
@@ -135,14 +146,16 @@ class ExperimentConfig(BaseModel, extra="forbid"):
     lateness_price: float = Field(0.05, ge=0)
     shaping: float = Field(1.0, ge=0)
     training_environments: PositiveInt = 6
+    imitate: dict[str, str] = {"route": "what_if"}
     ppo: dict[str, dict[str, Any]] = {}
 
-    @field_validator("ppo", "max_candidates")
+    @field_validator("ppo", "imitate", "max_candidates")
     @classmethod
-    def _agents_are_known(cls, by_agent: dict[str, Any]) -> dict[str, Any]:
+    def _agents_are_known(cls, by_agent: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        known = CANDIDATE_KINDS if info.field_name == "max_candidates" else AGENT_NAMES
         for name in by_agent:
-            if name not in AGENT_NAMES:
-                raise ValueError(unknown_name("agent", name, AGENT_NAMES))
+            if name not in known:
+                raise ValueError(unknown_name("agent", name, known))
         return by_agent
 
     def world_options(self) -> WorldOptions:

@@ -178,7 +178,6 @@ def train_ppo(
     progress: Callable[[RolloutProgress], None] | None = None,
     *,
     expert: Expert | None = None,
-    residual_weights: np.ndarray | None = None,
     resume: bool = False,
 ) -> TrainedPolicy:
     """Train one policy, or go on with an interrupted run.
@@ -187,7 +186,6 @@ def train_ppo(
         make_env_fns: one factory per parallel environment (must survive cloudpickle with worker processes).
         evaluate: score of a greedy policy on validation worlds, higher is better; the best is kept.
         expert: labels for cloning (`config.clone_decisions` > 0), and half of the decisions that the scaling is fitted on.
-        residual_weights: (F,) starting weights of the linear skip, in units of the scaled features.
         resume: continue from the run directory's checkpoint; it ends with the numbers of an uninterrupted run.
     Raises: ValueError before the first step for settings that cannot work; FileExistsError when `run_dir` holds another
         run; NonFiniteTraining when a reward, gradient or weight is not finite (the last good checkpoint stays).
@@ -203,7 +201,7 @@ def train_ppo(
     try:
         run = _PpoRun(env, config, directory)
         if checkpoint is None:
-            run.prepare(expert, residual_weights)
+            run.prepare(expert)
         else:
             run.restore(checkpoint)
         run.train(evaluate, progress)
@@ -250,7 +248,7 @@ class _PpoRun:
         self.clone_report: CloneReport | None = None
         self._writer: TensorboardWriter | None = None
 
-    def prepare(self, expert: Expert | None, residual_weights: np.ndarray | None) -> None:
+    def prepare(self, expert: Expert | None) -> None:
         """Fit the frozen scaling, imitate the expert if asked to, and save the starting point."""
         config = self.config
         record_rng, clone_rng = (np.random.default_rng(seed) for seed in self._record_seed.spawn(2))
@@ -263,8 +261,6 @@ class _PpoRun:
             if spread > 1e-6:
                 self.policy.return_scale.fill_(spread)
         self.buffer.reward_scale = float(self.policy.return_scale)
-        if residual_weights is not None:
-            self.policy.scorer.start_from_linear_score(residual_weights)
         if config.clone_decisions:
             assert expert is not None
             self.clone_report = clone_from(
@@ -289,6 +285,10 @@ class _PpoRun:
         model, total = self.model, self._total()
         config_values = {name: str(value) for name, value in dataclasses.asdict(self.config).items()}
         self._writer = TensorboardWriter(self.directory / "tensorboard", config_values, model.num_timesteps)
+        if evaluate is not None and not self.history:  # the start is a candidate, too: PPO need not improve on what was imitated
+            tags = {"train/validation_score": self._validate(evaluate)}
+            self.history.append({"decisions": 0.0, **tags})
+            self._writer.write(0, tags)
         while model.num_timesteps < total:
             started_s = time.perf_counter()
             self._one_rollout(total)

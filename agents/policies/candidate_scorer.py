@@ -130,14 +130,6 @@ class CandidateScorer(_PooledTrunk):
         hidden = self.activate(self.second(hidden))
         return (self.out(hidden) + self.residual(candidates)).squeeze(-1)
 
-    def start_from_linear_score(self, residual_weights: np.ndarray) -> None:
-        """Set the linear skip, shape (F,), in units of the *scaled* features, e.g. from a tuned linear heuristic."""
-        weights = torch.as_tensor(residual_weights, dtype=self.residual.weight.dtype).reshape(1, -1)
-        if weights.shape != self.residual.weight.shape:
-            raise ValueError(f"residual_weights has {weights.numel()} numbers; the policy sees {self.residual.in_features} features")
-        with torch.no_grad():
-            self.residual.weight.copy_(weights)
-
 
 class ValueNet(_PooledTrunk):
     """Value of a state from its own weights. Sharing a trunk with the scorer moved the policy when only the critic learnt."""
