@@ -23,6 +23,7 @@ PORTS = (9101, 9102, 9103, 9104)
 GATEWAY_PORT = 8123
 PROJECT = Path(__file__).resolve().parent.parent
 START_S = 120.0
+ANSWER_S = 30.0
 CLUSTER: dict[str, Any] = {
     "name": "four-servers",
     "description": "four alike servers",
@@ -50,13 +51,13 @@ def load_bench(folder: Path) -> ModuleType:
 
 
 def get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=5.0) as answer:
+    with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
         return bytes(answer.read())
 
 
 def post(url: str, body: dict[str, Any]) -> bytes:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10.0) as answer:
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
         return bytes(answer.read())
 
 

@@ -76,6 +76,7 @@ def closed_loop(bench: ModuleType, subject: Subject, stream: bool, clients: int,
         values["beside_us"] = (bench.cpu(subject.beside) - beside) / done * 1e6
     for name, value in values.items():
         samples[subject.name, f"{cell} {name}"].append(value)
+    print(f"{subject.name:12s} {cell:10s} {', '.join(f'{name} {value:.2f}' for name, value in values.items())}", flush=True)
 
 
 def open_loop(bench: ModuleType, subject: Subject, seconds: int, seed: int, samples: Samples) -> None:

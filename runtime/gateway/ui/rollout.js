@@ -20,10 +20,10 @@ export class Rollout {
       return;
     }
     this.back.hidden = !['shadow', 'canary', 'adopted'].includes(stage);
-    const bad = stage === 'rolled_back' || stage === 'refused';
+    const bad = stage === 'rolled_back';
     fill(this.body,
       el('p', { class: 'row' },
-        pill(rollout.title || stage.replaceAll('_', ' '), stage === 'adopted' ? 'good' : bad ? 'bad' : stage === 'off' ? '' : 'warn'),
+        pill((rollout.title || stage).replaceAll('_', ' '), stage === 'adopted' ? 'good' : bad ? 'bad' : stage === 'idle' ? '' : 'warn'),
         typeof rollout.share === 'number' && el('span', {}, `${number(rollout.share * 100)} % of the traffic`),
         rollout.is_automatic === false && el('span', {}, 'promoted by hand')),
       stages(rollout),
@@ -46,7 +46,7 @@ function stages(rollout) {
 
 function nameOf(what) {
   if (what === null || what === undefined) return '';
-  return typeof what === 'string' ? what : what.name ?? what.folder ?? what.digest ?? '';
+  return typeof what === 'string' ? what : what.name ?? what.origin ?? what.folder ?? '';
 }
 
 function fact(name, value) {
