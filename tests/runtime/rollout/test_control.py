@@ -249,6 +249,30 @@ def test_a_bundle_whose_files_go_missing_is_rolled_back(tmp_path, who):
     run_with(tmp_path, body, {"canary": [{"share": 1.0, "calls_min": 1_000_000}]})
 
 
+def test_a_worse_candidate_is_found_by_the_test(tmp_path):
+    """Group 0 takes 0.15 s a token, beyond the class's limit of 0.1 s; the candidate sends everything there, the heuristic learns not to.
+    A difference in goodput of -1 is shown to be below 0 by 12 pairs of slices at the earliest ((log(2 / 0.025) + 0.2) / (0.75 x 12) is just
+    above a half), and the rollout ends; no request failed."""
+    made, evidence = prepared(tmp_path)
+    (tmp_path / "kind").write_text("good")  # the first allowed group
+
+    def make_guard(folder: str) -> PolicyGuard:
+        return PolicyGuard(PolicyClient("unused", GROUPS + 2, [sys.executable, str(BAD), str(tmp_path / "kind")]), DEADLINE_S)
+
+    async def body(rollout: Rollout):
+        control = rollout.control
+        rollout.service.backends[0].gap_s = 0.15
+        await control.begin(made, evidence, None, "operator")
+        await rollout.load_until(lambda: control.state.stage == "canary")
+        trial = control._trial
+        await rollout.load_until(lambda: not control.state.is_active)
+        assert control.state.stage == "rolled_back" and control.state.reason.startswith("goodput: not shown to be worse: -")
+        assert 12 <= trial.stats.goodput.count <= 40 and trial.stats.served.mean == 0.0
+        assert trial.stats.candidate.goodput < 0.2 < 0.8 < trial.stats.incumbent.goodput
+
+    run_with(tmp_path, body, {"canary": [{"share": 1.0, "calls_min": 1_000_000}], "error_chance": 0.05}, make_guard)
+
+
 def test_a_candidate_whose_calls_fail_is_rolled_back(tmp_path):
     """Calls of the candidate's arm are told to the rollout as lost: 20 of them running end it."""
     made, evidence = prepared(tmp_path)
