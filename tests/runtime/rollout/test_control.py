@@ -241,7 +241,7 @@ def test_a_bundle_whose_files_go_missing_is_rolled_back(tmp_path, who):
         if who == "service":
             await rollout.reopen()
         else:
-            os.kill(rollout.control._guard.client.pid, signal.SIGKILL)
+            os.kill(rollout.control._candidate.guard.client.pid, signal.SIGKILL)
         await rollout.load_until(lambda: not rollout.control.state.is_active)
         assert rollout.control.state.stage == "rolled_back"
         assert ("is gone" if who == "service" else "refused") in rollout.control.state.reason
