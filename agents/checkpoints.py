@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as dump_safetensors
+
+from agents.whole_files import replace_file
 
 CHECKPOINT_VERSION = 1
 
@@ -41,22 +42,6 @@ def write_checkpoint(path: str | os.PathLike[str], tensors: Mapping[str, np.ndar
     # np.array keeps zero-dimensional arrays so; ascontiguousarray would give them a dimension.
     data = dump_safetensors({name: np.array(array, order="C") for name, array in tensors.items()}, metadata={"checkpoint": text})
     replace_file(path, data)
-
-
-def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write `data` beside `path`, force it to disk, then rename it over `path`."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

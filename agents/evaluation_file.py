@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agents.checkpoints import replace_file
-from agents.policy_bundle import DESCRIPTION_FILE, WEIGHTS_FILE
+from agents.policy_bundle import bundle_digests
+from agents.whole_files import replace_file
+
+__all__ = ["EvaluationFile", "EvaluationFileError", "bundle_digests", "read_evaluation_file"]
 
 FORMAT_VERSION = 1
 KEY_BYTES_MIN = 16
@@ -51,11 +53,6 @@ class EvaluationFile:
         content["sha256"] = hashlib.sha256(data).hexdigest()
         content["hmac_sha256"] = None if key is None else _sign(data, key)
         replace_file(path, json.dumps(content, indent=1, allow_nan=False).encode())
-
-
-def bundle_digests(directory: Path) -> dict[str, str]:
-    """SHA-256 of a bundle's two files, by file name."""
-    return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in (DESCRIPTION_FILE, WEIGHTS_FILE)}
 
 
 def read_evaluation_file(path: Path, key: bytes | None = None) -> EvaluationFile:

@@ -20,7 +20,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from agents import heuristics
 from agents.advised_env import AdvisedEnv
 from agents.capability_table import capability_rows
-from agents.checkpoints import replace_file
 from agents.cross_entropy import tune_linear_score
 from agents.evaluation import Contestant, WorldRunner, load_one
 from agents.experiment_config import ExperimentConfig
@@ -31,6 +30,7 @@ from agents.ppo_training import PpoSettings, RolloutProgress, TrainedPolicy, tra
 from agents.provenance import provenance
 from agents.report import RESULTS_FILE, EvaluationResults, write_report
 from agents.row_classes import class_shares, with_classes
+from agents.whole_files import replace_file
 from envs.cluster.warm_up import compile_kernels
 from envs.cluster.world import WorldSpec
 from envs.decision.actions import Decision, Scheduler

@@ -251,14 +251,18 @@ class BundlePolicy:
 
         Raises: EmptyMask, NonFiniteScores, TooManyCandidates: the caller counts it and asks its heuristic.
         """
+        return self.choose_scored(candidates, context, mask)[0]
+
+    def choose_scored(self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray) -> tuple[int, Float32Array]:
+        """The same with the scores (C,) behind it, -inf where the mask is 0."""
         allowed = np.asarray(mask) > 0.5
         if not allowed.any():
             raise EmptyMask("no candidate is allowed; ask the heuristic")
-        scores = np.where(allowed, self.scores(candidates, context, allowed), -np.inf)
+        scores = np.where(allowed, self.scores(candidates, context, allowed), np.float32(-np.inf))
         best = scores.max()
         if not np.isfinite(best) or np.isnan(scores).any():
             raise NonFiniteScores("a score is not finite; the observation holds a value that is not a number")
-        return int((scores >= best - np.float32(TIE_TOLERANCE)).argmax())
+        return int((scores >= best - np.float32(TIE_TOLERANCE)).argmax()), scores
 
     def out_of_range(self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray, slack_fraction: float = 0.1) -> tuple[str, ...]:
         """Names of inputs outside their training range widened by `slack_fraction` of its width on each side.
@@ -310,6 +314,11 @@ def write_bundle(directory: str | os.PathLike[str], contents: BundleContents) ->
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return target
+
+
+def bundle_digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of a bundle's two files, by file name. Raises: OSError."""
+    return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in (DESCRIPTION_FILE, WEIGHTS_FILE)}
 
 
 def _describe(contents: BundleContents, weights: bytes) -> dict[str, Any]:

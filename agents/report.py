@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from agents.checkpoints import replace_file
 from agents.statistics import Interval, bootstrap_interval, iqm_difference, mean_difference, probability_of_improvement
+from agents.whole_files import replace_file
 from envs.decision.capability import FEATURES, STATIC_FEATURES
 
 WorldSummary = Mapping[str, Any]

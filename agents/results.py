@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from agents.checkpoints import replace_file
 from agents.evaluation_file import read_evaluation_file
 from agents.report import RESULTS_FILE, EvaluationResults
 from agents.results_page import PublishedRun, ResultsPageError, kept_commands, with_rows, with_sections
+from agents.whole_files import replace_file
 
 PROJECT = Path(__file__).resolve().parent.parent
 

@@ -1,5 +1,5 @@
-"""`python -m runtime serve`: the service. `python -m runtime calibrate`: measure this machine's ranks and write a cluster file that
-simulates them.
+"""`python -m runtime serve`: the service. `python -m runtime rollout`: a new policy, step by step into service. `python -m runtime
+calibrate`: measure this machine's ranks and write a cluster file that simulates them.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr), 130 interrupted.
 """
@@ -11,17 +11,18 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from envs.scenario.scenario_error import ScenarioError
-from runtime.calibration_files import Calibration, write_calibration
-from runtime.local_measurement import measure
+from runtime.rollout.command_line import add_arguments as add_rollout_arguments
+from runtime.rollout.command_line import main as rollout
 from runtime.serve import add_arguments
 from runtime.serve import main as serve
-from runtime.torch_tp.config import CheckpointError, ModelConfig, read_config
-from runtime.torch_tp.emulation import CpuSample, verdict
-from runtime.torch_tp.model_folder import model_folder
-from runtime.torch_tp.nursery import Nursery
-from runtime.torch_tp.supervisor import GroupError, RankSettings, Supervisor, SupervisorSettings
+
+if TYPE_CHECKING:
+    from runtime.calibration_files import Calibration
+    from runtime.torch_tp.config import ModelConfig
+    from runtime.torch_tp.supervisor import RankSettings
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -37,6 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_OneLineParser, metavar="COMMAND")
     add_arguments(commands.add_parser("serve", help="the OpenAI API over groups of ranks, decided by an exported policy"))
+    add_rollout_arguments(
+        commands.add_parser("rollout", help="take a bundle into service: replay, shadow, canary stages, by written gates")
+    )
     calibrate = commands.add_parser("calibrate", help="measure the local ranks, fit the performance model, write a cluster file")
     calibrate.add_argument("--model", default="smollm2", help="directory, .gguf file or known name (default %(default)s)")
     calibrate.add_argument("--ranks", type=int, default=2, help="worker processes (default %(default)s)")
@@ -56,6 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def rank_settings(options: argparse.Namespace) -> list[RankSettings]:
     """Raises: ValueError where a list is neither of length one nor of one entry per rank."""
+    from runtime.torch_tp.supervisor import RankSettings
+
     if options.ranks < 1:
         raise ValueError(f"--ranks {options.ranks}: at least 1")
     devices = _per_rank("--devices", options.devices, options.ranks)
@@ -78,6 +84,12 @@ def run_calibration(
     options: argparse.Namespace, ranks: Sequence[RankSettings], folder: Path, config: ModelConfig
 ) -> tuple[Calibration, str]:
     """Returns what was written, and a remark on how the run is to be taken."""
+    from runtime.calibration_files import write_calibration
+    from runtime.local_measurement import measure
+    from runtime.torch_tp.emulation import CpuSample, verdict
+    from runtime.torch_tp.nursery import Nursery
+    from runtime.torch_tp.supervisor import Supervisor, SupervisorSettings
+
     context_tokens = min(options.context, config.context_tokens)
     kv_tokens_max = options.slots * (context_tokens + 16)
     settings = SupervisorSettings(kv_tokens_max=kv_tokens_max, slots_max=options.slots, dtype=options.dtype)
@@ -101,6 +113,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     if options.command == "serve":
         return serve(options)
+    if options.command == "rollout":
+        return rollout(options)
+    return calibrate(options)
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """What it needs is loaded here: the gateway's process would hold it for nothing."""
+    from runtime.torch_tp.config import CheckpointError, read_config
+    from runtime.torch_tp.model_folder import model_folder
+    from runtime.torch_tp.supervisor import GroupError
+
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     try:
         ranks = rank_settings(options)

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from envs.domain.requests import SERVICE_CLASSES
+from runtime.request_notes import AnswerTimes, CallNotes
 from runtime.torch_tp.requests import SamplingSettings, TokenLogprobs
 
 KINDS: tuple[str, ...] = ("chat", "completion")
@@ -39,7 +42,7 @@ class Call:
     with ids, else an estimate. max_tokens: of the answer, at least 1. logprobs: None, or how many of the likeliest tokens to report beside
     the chosen one's. class_index: into SERVICE_CLASSES. priority: higher first. deadline_s: on the monotonic clock. body: the request as it
     came, for foreign backends (n, stream and the like are the gateway's business: a backend sets them anew). ignore_eos, min_tokens,
-    stop_ids: as in GenerationRequest.
+    stop_ids: as in GenerationRequest. notes: what befalls it on its way.
     """
 
     call_id: str
@@ -60,6 +63,7 @@ class Call:
     ignore_eos: bool = False
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
+    notes: CallNotes = field(default_factory=CallNotes, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -72,13 +76,14 @@ class Call:
             raise ValueError(f"Call {self.call_id!r}: class_index={self.class_index} unknown; there are {len(SERVICE_CLASSES)} classes")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One token of an answer, or its end, or both.
+class Piece(msgspec.Struct, frozen=True):
+    """One token of an answer, or several that came together, or its end, or both. A Struct, since there are so many: a frozen dataclass
+    takes ten times as long to make.
 
-    index: place of its token in the answer, from 0; of an end without a token, the number of tokens. token: None in an end without one, or
-    where the backend does not say. text: what may be shown now. finish_reason: with the last piece ("stop", "length", …), else None.
-    prompt_tokens, output_tokens: with the last piece.
+    index: place of its first token in the answer, from 0; of an end without a token, the number of tokens. token: None in an end without
+    one, where there are several, or where the backend does not say. text: what may be shown now. parts: the texts of several, one each.
+    finish_reason: with the last piece ("stop", "length", …), else None. prompt_tokens, output_tokens: with the last piece; times
+    too, where the backend tells them.
     """
 
     index: int
@@ -88,6 +93,13 @@ class Piece:
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    parts: tuple[str, ...] = ()
+    times: AnswerTimes | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many it brings, as far as one can see."""
+        return len(self.parts) or int(self.token is not None or bool(self.text))
 
 
 class Refusal(Exception):

@@ -8,19 +8,27 @@ import contextlib
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import uvloop
 
 from agents.policy_bundle import BundleError, load_bundle
+from envs.decision.actions import Decision
 from envs.scenario.scenario_error import ScenarioError
+from runtime import process_memory
 from runtime.backends.emulated_kernel import KernelSettings, kernel_of, kv_tokens, plan_of
-from runtime.gateway.app import make_app
+from runtime.gateway.app import make_app, version
 from runtime.gateway.server import listen, make_server
+from runtime.reload import Reloader, ReloadRefused
+from runtime.rollout.metrics import RolloutMetrics
+from runtime.rollout.state import RolloutError
 from runtime.scheduling.metrics import SchedulingMetrics
 from runtime.scheduling.policy_process import check_fits, wanted_of
-from runtime.service import Service
+from runtime.service import Service, candidates_of
+from runtime.service_admin import ServiceAdmin
 from runtime.service_config import ServiceConfig, load_service
+from runtime.tracing.tracer import Tracer
 
 DEMONSTRATION = Path(__file__).with_name("demonstration") / "service.yaml"
 
@@ -28,10 +36,13 @@ DEMONSTRATION = Path(__file__).with_name("demonstration") / "service.yaml"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", help="cluster file, or a ready cluster's name (default: the service file's)")
     parser.add_argument("--bundle", help="directory of an exported route policy; without one the heuristic decides")
+    parser.add_argument("--split-bundle", help="directory of an exported split policy")
+    parser.add_argument("--rebalance-bundle", help="directory of an exported rebalance policy")
     parser.add_argument("--config", type=Path, help="service file (default: all groups emulated)")
     parser.add_argument("--demonstration", action="store_true", help="SmolLM2 on three emulated unlike ranks in two groups")
     parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on, 0 for any free one (default 8000)")
+    parser.add_argument("--record-dir", help="folder for records of requests and decisions (default: the service file's, or none)")
     parser.add_argument("--check", action="store_true", help="say what would start and whether it fits, and start nothing")
 
 
@@ -40,7 +51,10 @@ def read(options: argparse.Namespace) -> ServiceConfig:
     config = DEMONSTRATION if options.demonstration else options.config
     if config is None and options.cluster is None:
         raise ScenarioError("give --cluster FILE, --config FILE or --demonstration")
-    return load_service(config, options.cluster, options.bundle, host=options.host, port=options.port)
+    return load_service(
+        config, options.cluster, options.bundle, host=options.host, port=options.port, record_dir=options.record_dir,
+        split_bundle=options.split_bundle, rebalance_bundle=options.rebalance_bundle,
+    )  # fmt: skip
 
 
 def explain(config: ServiceConfig) -> tuple[str, bool]:
@@ -57,26 +71,67 @@ def explain(config: ServiceConfig) -> tuple[str, bool]:
             what += f", EMULATED slower x{', '.join(f'{rank.slow_factor:g}' for rank in entry.ranks)}"
         parked = ", parked" if is_parked else ""
         lines.append(f"  {group.name}: {entry.kind} ({what}){parked}; query heads {plan.query_heads}; KV for {tokens} tokens")
-    fits, text = True, f"none; {config.dispatch.heuristic} decides"
-    if config.bundle is not None:
-        try:
-            policy = load_bundle(config.bundle)
-            check_fits(policy, wanted_of(len(cluster.groups) + 2))
-            text = f"{config.bundle}, at most {policy.schema.candidates_max} candidates; falls back to {config.dispatch.heuristic}"
-        except BundleError as error:
-            fits, text = False, f"refused: {error}; {config.dispatch.heuristic} would decide"
-    lines.append(f"policy: {text}")
+    fits = True
+    control = config.control
+    heuristics: dict[Decision, str] = {"route": config.dispatch.heuristic, "split": control.split, "rebalance": control.rebalance}
+    for decision, heuristic in heuristics.items():
+        text, is_good = _explain_policy(config, decision, heuristic)
+        fits &= is_good
+        lines.append(f"{decision}: {text}")
+    if not control.is_on:
+        lines.append("split and rebalance decisions are off")
+    if config.tracing is not None:
+        lines.append(f"traces: to {config.tracing.url}, share {config.tracing.share:g} of requests that bring no trace of their own")
+    if config.records.dir is not None:
+        lines.append(f"records: {config.records.dir}{', with prompts' if config.records.prompt_ids else ''}")
+    if config.rollout.dir is not None:
+        lines.append(f"rollouts: {config.rollout.dir}")
     lines.append(f"listens on {config.host}:{config.port}; {'API keys' if config.gateway.api_keys else 'no API keys'}")
     return "\n".join(lines), fits
 
 
-async def serve(config: ServiceConfig) -> int:
+def _explain_policy(config: ServiceConfig, decision: Decision, heuristic: str) -> tuple[str, bool]:
+    """Who would decide, and whether the bundle that shall, if any, can."""
+    bundle = config.bundle_of(decision)
+    if bundle is None:
+        return f"no policy; {heuristic} decides", True
+    try:
+        policy = load_bundle(bundle)
+        check_fits(policy, wanted_of(candidates_of(config.cluster, decision), decision))
+    except BundleError as error:
+        return f"{bundle} refused: {error}; {heuristic} would decide", False
+    return f"{bundle}, at most {policy.schema.candidates_max} candidates; falls back to {heuristic}", True
+
+
+async def serve(config: ServiceConfig, read_again: Callable[[], ServiceConfig]) -> int:
+    """read_again: the configuration as its file says now, for reloading."""
     listening = listen(config.host, config.port)
     port = listening.getsockname()[1]
     service = Service(config)
-    app = make_app(service, config.gateway)
-    app.state.metrics.registry.register(SchedulingMetrics(service.dispatcher))
+    tracer = Tracer(config.tracing, version()) if config.tracing is not None else None
+    app = make_app(service, config.gateway, administered=ServiceAdmin(service, version()), tracer=tracer)
+    registry = app.state.metrics.registry
+    registry.register(SchedulingMetrics(service.dispatcher))
+    if service.recorder is not None:
+        registry.register(service.recorder)
+    if service.rollout is not None:
+        registry.register(RolloutMetrics(service.rollout))
+        service.rollout.say_url(f"http://{reachable(config.host)}:{port}")
     server = make_server(app, config.host, port, drain_s=config.drain_s)
+    reloader = Reloader(service, app.state.generation, read_again)
+    app.state.reloader, app.state.rollout = reloader, service.rollout
+
+    def take_drain(new: ServiceConfig) -> None:
+        server.config.timeout_graceful_shutdown = new.drain_s
+
+    reloader.on_change = take_drain
+    reloads: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        task = asyncio.create_task(_reload_quietly(reloader))
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
     # uvicorn would raise the signal again at its end, before the groups are closed
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
 
@@ -87,6 +142,7 @@ async def serve(config: ServiceConfig) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     starting = asyncio.create_task(_announce(service, config, port))
     try:
         await server.serve(sockets=[listening])
@@ -95,12 +151,26 @@ async def serve(config: ServiceConfig) -> int:
         with contextlib.suppress(asyncio.CancelledError):
             await starting
         await service.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
     return 0
+
+
+async def _reload_quietly(reloader: Reloader) -> None:
+    """By signal there is nobody to be told but the log, which the reloader tells."""
+    with contextlib.suppress(ReloadRefused):
+        await reloader.reload()
+
+
+def reachable(host: str) -> str:
+    """An address at which a server that listens on `host` is found from this machine."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
 
 
 async def _announce(service: Service, config: ServiceConfig, port: int) -> None:
     await service.start()
-    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    process_memory.give_back()
+    host = reachable(config.host)
     if any(backend.is_emulation for backend in service.dispatcher.backends):
         print("EMULATION: some groups play slower devices, or none at all; their times and texts are not those of real ones.", flush=True)
     body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "stream": true}}'
@@ -110,6 +180,7 @@ async def _announce(service: Service, config: ServiceConfig, port: int) -> None:
 
 def main(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    process_memory.do_without_scipy()
     try:
         config = read(options)
         text, fits = explain(config)
@@ -120,7 +191,10 @@ def main(options: argparse.Namespace) -> int:
     if options.check:
         return 0 if fits else 2
     try:
-        return uvloop.run(serve(config))
+        return uvloop.run(serve(config, lambda: read(options)))
+    except (ScenarioError, RolloutError) as error:
+        print(f"python -m runtime serve: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"python -m runtime serve: {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from envs.decision.actions import Decision
+from envs.decision.candidate_bounds import candidates_max
 from envs.decision.circuit_breaker import State
 from envs.domain.snapshot import BoolArray
+from envs.scenario.cluster_spec import ClusterSpec
 from runtime.backends.emulated import EmulatedBackend
 from runtime.backends.emulated_kernel import KernelSettings
 from runtime.backends.group_messages import HostSettings
@@ -18,6 +23,11 @@ from runtime.backends.openai_http import OpenAiHttpBackend
 from runtime.backends.torch_tp import TorchTpBackend
 from runtime.calls import Call, Piece, Refusal
 from runtime.gateway.interface import GroupStatus, ServedModel
+from runtime.records.recorder import Recorder
+from runtime.rollout.control import RolloutControl
+from runtime.rollout.store import RolloutStore, configured_digest
+from runtime.scheduling.agreement import Agreement
+from runtime.scheduling.control_loop import DECISIONS, ControlLoop
 from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.policy_client import PolicyClient
 from runtime.scheduling.policy_guard import PolicyGuard
@@ -48,6 +58,16 @@ def host_settings(config: ServiceConfig, entry: GroupEntry, g: int) -> HostSetti
     )
 
 
+def candidates_of(cluster: ClusterSpec, decision: Decision) -> int:
+    """Most candidates that a decision can have on the cluster."""
+    return candidates_max(decision, [len(group.ranks) for group in cluster.groups], sum(cluster.parked))
+
+
+async def _let_go(guard: PolicyGuard) -> None:
+    await asyncio.sleep(4 * guard.deadline_s)
+    await guard.client.close()
+
+
 async def _still_starting() -> AsyncIterator[Piece]:
     raise Refusal("starting", "the service is still starting its groups", retry_after_s=2.0)
     yield  # a generator, as the real one
@@ -61,11 +81,24 @@ class Service:
         settings = KernelSettings()
         telemetry = Telemetry(config.cluster, settings, config.dispatch.limit_multiplier, config.dispatch.head_start_s)
         backends = [make_backend(config, g, settings) for g in range(len(config.cluster.groups))]
-        guard = None
-        if config.bundle is not None:
-            client = PolicyClient(config.bundle, len(backends) + 2)
-            guard = PolicyGuard(client, config.scheduler.deadline_ms / 1000.0, config.scheduler.outside_max, rng=np.random.default_rng())
-        self.dispatcher = Dispatcher(backends, telemetry, config.dispatch, guard)
+        store = RolloutStore(Path(config.rollout.dir)) if config.rollout.dir is not None else None
+        bundle, self.bundle_digest = config.bundle, configured_digest(config.bundle)
+        if store is not None and store.state.incumbent is not None and store.state.configured == self.bundle_digest:
+            bundle = store.state.incumbent.folder
+        self.dispatcher = Dispatcher(backends, telemetry, config.dispatch, self.make_guard(bundle) if bundle is not None else None)
+        self.rollout = None
+        if store is not None:
+            self.rollout = RolloutControl(
+                self.dispatcher, config.rollout, store, self.make_guard, self.use_guard, self.bundle_digest, config.bundle
+            )
+        guards = {
+            name: self.make_guard(chosen, name, config.control.deadline_s)
+            for name in DECISIONS
+            if (chosen := config.bundle_of(name)) is not None
+        }
+        self.control = ControlLoop(self.dispatcher, config.control, guards)
+        self.recorder = Recorder(self.dispatcher, config.records, config.model_name) if config.records.dir is not None else None
+        self._leaving: set[asyncio.Task[None]] = set()
         self.has_started = False
         self._tokens_max = self._least_tokens(telemetry)
         is_foreign = any(entry.kind != "torch_tp" for entry in config.groups)  # then prompts go as they came
@@ -77,11 +110,44 @@ class Service:
 
     async def start(self) -> None:
         """Returns when the first group can serve."""
+        if self.recorder is not None:
+            self.recorder.start()
+        self.dispatcher.load_kernels()
         await self.dispatcher.start()
+        await self.control.start()
+        if self.rollout is not None:
+            await self.rollout.start()
         self.has_started = True
 
     async def close(self) -> None:
+        if self.rollout is not None:
+            await self.rollout.close()
+        await self.control.close()
         await self.dispatcher.close()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        if self.recorder is not None:
+            await asyncio.to_thread(self.recorder.close)
+
+    def make_guard(self, bundle: str, decision: Decision = "route", deadline_s: float | None = None) -> PolicyGuard:
+        """A policy process for `bundle`, not started, behind the configured guard rails. deadline_s: None, that of route decisions."""
+        scheduler = self.config.scheduler
+        client = PolicyClient(bundle, candidates_of(self.config.cluster, decision), decision=decision)
+        agreement = Agreement(scheduler.agreement_min, scheduler.agreement_max) if decision == "route" else None
+        within_s = scheduler.deadline_ms / 1000.0 if deadline_s is None else deadline_s
+        return PolicyGuard(client, within_s, scheduler.outside_max, rng=np.random.default_rng(), agreement=agreement)
+
+    async def use_guard(self, guard: PolicyGuard | None) -> None:
+        """From now on `guard`'s policy decides; None: the service file's, or the heuristic. The one before is let go when its last answers
+        are in."""
+        scheduler = self.dispatcher.scheduler
+        if guard is None and self.config.bundle is not None:
+            guard = self.make_guard(self.config.bundle)
+            await guard.client.start()
+        before, scheduler.guard = scheduler.guard, guard
+        if before is not None:
+            task = asyncio.create_task(_let_go(before))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
     def run(self, call: Call) -> AsyncIterator[Piece]:
         """Raises, when iterated: Refusal."""
@@ -102,11 +168,11 @@ class Service:
         backend, breaker, report = self.dispatcher.backends[g], self.dispatcher.panel.breakers[g], telemetry.reports[g]
         state, detail = _STATES[breaker.state], breaker.reason
         if telemetry.is_parked[g]:
-            state, detail = "parked", "switched off by the cluster file"
+            state, detail = ("starting", "switched on") if g in self.control.moves.under_way else ("parked", "switched off")
         elif not alive[g]:
             state = "dead" if self.has_started or detail else "starting"
         elif telemetry.is_draining[g]:
-            state = "draining"
+            state = "drained" if self.control.moves.is_drained(g) else "draining"
         if (wait_s := breaker.next_probe_s) is not None:
             detail = f"{detail}; next probe in {wait_s:.1f} s"
         if backend.is_emulation:
@@ -117,7 +183,10 @@ class Service:
         elif report is not None:
             used = report.kv_used_fraction
         flights = telemetry.flights
+        # another engine's are on its own metrics page
+        is_foreign = self.config.groups[g].kind == "openai_http"
+        counts = (None,) * 3 if is_foreign else self.dispatcher.engine_counts[g].tolist()
         return GroupStatus(
             backend.name, self.config.model_name, bool(alive[g]) and is_allowed and not telemetry.is_draining[g], state, detail,
-            len(flights.running[g]), len(flights.waiting[g]), used,
+            len(flights.running[g]), len(flights.waiting[g]), used, *counts,
         )  # fmt: skip

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from envs.decision.actions import Decision
 from envs.domain.suggestions import unknown_name
 from envs.scenario.cluster_file import load_cluster
 from envs.scenario.cluster_spec import ClusterSpec
@@ -17,7 +18,11 @@ from envs.scenario.scenario_error import ScenarioError
 from envs.scenario.validation import validate
 from envs.scenario.yaml_text import read_yaml
 from runtime.gateway.settings import GatewaySettings
+from runtime.records.settings import RecordEntry
+from runtime.rollout.settings import RolloutEntry
+from runtime.scheduling.control_settings import ControlSettings
 from runtime.scheduling.dispatch_settings import DispatchSettings
+from runtime.tracing.tracer import DEFAULT_ENDPOINT, TracingSettings
 
 
 class Entry(BaseModel):
@@ -56,29 +61,54 @@ class ModelEntry(Entry):
 
 class SchedulerEntry(Entry):
     """deadline_ms: what the policy gets for a decision. outside_max: inputs that may lie outside the range seen in training. heuristic:
-    answers where the policy does not."""
+    answers where the policy does not. agreement_min, agreement_max: band of the share of decisions in which policy and heuristic agree;
+    outside it the policy's breaker opens."""
 
     heuristic: str = "net_utility"
     deadline_ms: float = Field(default=5.0, gt=0, le=1000)
     outside_max: int = Field(default=0, ge=0)
+    agreement_min: float = Field(default=0.02, ge=0, le=1)
+    agreement_max: float = Field(default=1.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _band(self) -> SchedulerEntry:
+        if self.agreement_min > self.agreement_max:
+            raise ValueError(f"agreement_min={self.agreement_min} is above agreement_max={self.agreement_max}")
+        return self
+
+
+class TracingEntry(Entry):
+    """Present, even empty: requests are traced. endpoint: of an OTLP/HTTP collector. share: of requests without a caller's trace that are
+    traced. timeout_s: what the collector gets for a batch."""
+
+    endpoint: str = DEFAULT_ENDPOINT
+    share: float = Field(default=1.0, ge=0, le=1)
+    timeout_s: float = Field(default=5.0, gt=0, le=60)
 
 
 class ServiceEntry(Entry):
     """A whole service file. cluster: file (beside this one) or ready cluster. groups: by the cluster file's names; those not named are
-    emulated. dispatch, gateway: fields of DispatchSettings and GatewaySettings. api_keys_env: environment variable with keys, comma
-    between. drain_s: what streams get to end after SIGTERM."""
+    emulated. dispatch, control, gateway: fields of DispatchSettings, ControlSettings and GatewaySettings. records: see RecordEntry.
+    rollout: see RolloutEntry. api_keys_env: environment variable with keys, comma between. drain_s: what streams get to end after
+    SIGTERM. tracing: none."""
 
     cluster: str | None = None
     bundle: str | None = None
+    split_bundle: str | None = None
+    rebalance_bundle: str | None = None
     model: ModelEntry = ModelEntry()
     groups: dict[str, GroupEntry] = Field(default_factory=dict)
     scheduler: SchedulerEntry = SchedulerEntry()
     dispatch: dict[str, Any] = Field(default_factory=dict)
+    control: dict[str, Any] = Field(default_factory=dict)
     gateway: dict[str, Any] = Field(default_factory=dict)
     api_keys_env: str | None = None
+    records: RecordEntry = RecordEntry()
+    rollout: RolloutEntry = RolloutEntry()
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     drain_s: int = Field(default=30, ge=0, le=3600)
+    tracing: TracingEntry | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +123,19 @@ class ServiceConfig:
     scheduler: SchedulerEntry
     dispatch: DispatchSettings
     gateway: GatewaySettings
+    records: RecordEntry
+    rollout: RolloutEntry
     host: str
     port: int
     drain_s: int
+    control: ControlSettings = field(default_factory=ControlSettings)
+    split_bundle: str | None = None
+    rebalance_bundle: str | None = None
+    tracing: TracingSettings | None = None
+
+    def bundle_of(self, decision: Decision) -> str | None:
+        """Directory of the policy for a kind of decision; None where its heuristic decides."""
+        return {"route": self.bundle, "split": self.split_bundle, "rebalance": self.rebalance_bundle}[decision]
 
 
 def load_service(config: Path | None, cluster: str | None = None, bundle: str | None = None, **overrides: Any) -> ServiceConfig:
@@ -117,11 +157,27 @@ def load_service(config: Path | None, cluster: str | None = None, bundle: str | 
     if entry.api_keys_env and not keys:
         raise ScenarioError(f"{source}: api_keys_env: the environment has no {entry.api_keys_env}")
     gateway = _settings(source, "gateway", GatewaySettings, {"api_keys": keys} | entry.gateway)
+    records = entry.records.model_copy(update={"dir": overrides.get("record_dir") or _folder(config, entry.records.dir)})
+    in_place = {"dir": _folder(config, entry.rollout.dir), "evidence_key_file": _folder(config, entry.rollout.evidence_key_file)}
+    rollout = entry.rollout.model_copy(update=in_place)
     return ServiceConfig(
         spec, bundle or _beside(config, entry.bundle), entry.model.name or spec.model.name, _model_path(config, entry.model.path), groups,
-        entry.scheduler, dispatch, gateway, overrides.get("host") or entry.host,
+        entry.scheduler, dispatch, gateway, records, rollout, overrides.get("host") or entry.host,
         entry.port if overrides.get("port") is None else overrides["port"], entry.drain_s,
+        _settings(source, "control", ControlSettings, entry.control),
+        overrides.get("split_bundle") or _beside(config, entry.split_bundle),
+        overrides.get("rebalance_bundle") or _beside(config, entry.rebalance_bundle),
+        _tracing(source, entry.tracing),
     )  # fmt: skip
+
+
+def _tracing(source: str, entry: TracingEntry | None) -> TracingSettings | None:
+    if entry is None:
+        return None
+    try:
+        return TracingSettings(entry.endpoint, entry.share, entry.timeout_s)
+    except ValueError as error:
+        raise ScenarioError(f"{source}: tracing: {error}") from error
 
 
 def _beside(config: Path | None, name: str | None) -> str | None:
@@ -130,6 +186,11 @@ def _beside(config: Path | None, name: str | None) -> str | None:
         return name
     near = config.parent / name
     return str(near) if near.exists() else name
+
+
+def _folder(config: Path | None, name: str | None) -> str | None:
+    """A path that need not be there yet, relative to the service file's folder."""
+    return name if name is None or config is None else str(config.parent / name)
 
 
 def _model_path(config: Path | None, path: str | None) -> str | None:

@@ -10,12 +10,13 @@ import numpy as np
 from envs.cluster import fault_process
 from envs.decision import split_planner
 from envs.decision.move_candidates import DeclaredHealth, fallback_plan, planned_split, switch_price_s
+from envs.decision.move_prices import copy_s, recompute_s
 from envs.domain.commands import Command, CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.group_kernel import layout as L
 from envs.group_kernel.jump import cut_jump
+from envs.group_kernel.plan_switch import move_older_residents, older_blocks, pause_group
 from envs.group_kernel.prefix_cache import flush_idle
-from envs.perf_model.step_time import step_parts
 
 if TYPE_CHECKING:
     from envs.cluster.cluster_process import ClusterProcess, Held
@@ -65,7 +66,7 @@ class Moves:
         """The plan in the other plan slot of group `g` and the KV tokens of the residents that still use it."""
         groups, state = self._cluster.groups, self._cluster.state
         other = 1 - int(state.group_int[g, L.GI_PLAN])
-        return groups.slot_plans[g][other], int(state.group_int[g, L.GI_USED_BLOCKS0 + other]) * groups.limits.kv_block_tokens
+        return groups.slot_plans[g][other], older_blocks(state, g) * groups.limits.kv_block_tokens
 
     def tick(self) -> None:
         """Park groups that have drained."""
@@ -78,13 +79,7 @@ class Moves:
 
     def _pause(self, g: int, seconds: float) -> None:
         """Stop group `g` for `seconds` from its next step boundary."""
-        state, now_s = self._cluster.state, self._cluster.env.now
-        cut_jump(state, g, now_s)
-        start_s = max(now_s, state.group_float[g, L.GF_CLOCK_S])
-        if state.group_int[g, L.GI_JUMP_ACTIVE]:
-            start_s = state.group_float[g, L.GF_JUMP_END_S]
-        floats = state.group_float[g]
-        floats[L.GF_PAUSED_UNTIL_S] = max(floats[L.GF_PAUSED_UNTIL_S], start_s) + seconds
+        pause_group(self._cluster.state, g, self._cluster.env.now, seconds)
         self.pause_s += seconds
 
     def _set_split(self, command: Command) -> None:
@@ -105,13 +100,7 @@ class Moves:
         """New requests get `plan`. Before a third plan lives, the oldest's requests move their KV; both moves are paid."""
         groups, state = self._cluster.groups, self._cluster.state
         price_s = switch_price_s(groups.groups[g], groups.plans[g], plan, groups.overlap(g), self._older(g))
-        current = int(state.group_int[g, L.GI_PLAN])
-        other = 1 - current
-        if state.group_int[g, L.GI_USED_BLOCKS0 + other] > 0:
-            for slot in state.running[g, : state.group_int[g, L.GI_RUNNING]]:
-                state.slot_int[g, slot, L.SI_PLAN] = current
-            state.group_int[g, L.GI_USED_BLOCKS0 + current] += state.group_int[g, L.GI_USED_BLOCKS0 + other]
-            state.group_int[g, L.GI_USED_BLOCKS0 + other] = 0
+        move_older_residents(state, g)
         self._pause(g, price_s)
         flush_idle(state, g)
         groups.switch_plan(g, plan, corner)
@@ -147,10 +136,10 @@ class Moves:
         held: Held = cluster.extract(g, slot)
         assert held.rows is not None
         kv_tokens = int(held.rows[0][L.SI_DONE])
-        copy_s = self.copy_s(g, kv_tokens)
-        carries = not cluster.groups.health[g].is_lost and copy_s < self.recompute_s(target, kv_tokens)
+        price_s = copy_s(cluster.groups.groups[g], kv_tokens, self.transfers)
+        carries = not cluster.groups.health[g].is_lost and price_s < recompute_s(cluster.state, target, kv_tokens)
         self.transfers += 1
-        yield cluster.env.timeout(copy_s if carries else 0.0)
+        yield cluster.env.timeout(price_s if carries else 0.0)
         self.transfers -= 1
         cluster.settle()
         health = cluster.groups.health[target]
@@ -159,21 +148,6 @@ class Moves:
         kept = min(kv_tokens, goal - 1) if carries else 0
         if not (is_open and cluster.fits(held.request.request_id)[target] and cluster.enter(held, target, kept)):
             cluster.put_back(held, is_retry=False)
-
-    def copy_s(self, g: int, kv_tokens: int) -> float:
-        """Seconds to copy the KV of `kv_tokens` out of group `g`; transfers under way share the link."""
-        group = self._cluster.groups.groups[g]
-        link = group.outer_link
-        return link.alpha_s + kv_tokens * group.model.kv_bytes_per_token * link.beta_s_per_byte * (1 + self.transfers)
-
-    def recompute_s(self, target: int, kv_tokens: int) -> float:
-        """Seconds in which group `target` would prefill `kv_tokens` tokens by itself, by the schedulers' own model."""
-        state = self._cluster.state
-        plan = int(state.group_int[target, L.GI_PLAN])
-        tokens, pairs = [0, 0], [0.0, 0.0]
-        tokens[plan], pairs[plan] = kv_tokens, 0.5 * kv_tokens * kv_tokens
-        model = (state.predicted_rank_cost, state.predicted_group_cost, state.plain_residual, state.plain_slow)
-        return float(sum(step_parts(target, *model, *tokens, *pairs, 0, 0, 0, 0, 1)[:4]))
 
     def _scale_out(self, command: Command) -> None:
         self._cluster.groups.health[command.group_index].is_starting = True

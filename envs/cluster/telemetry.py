@@ -53,15 +53,7 @@ class Telemetry:
 
     def speed_factors(self, g: int) -> FloatArray:
         """Measured speed over declared speed of each rank of group `g` as planners are told, shape (ranks,); 0 for a lost rank."""
-        groups = self._groups
-        ranks = len(groups.groups[g].ranks)
-        declared_s = self.ranks.reference_s[g, :ranks]
-        ratio = self.ranks.published[g, :ranks]
-        whole_s, measured_s = declared_s.sum(axis=1), (declared_s * ratio).sum(axis=1)
-        factor = 1.0 / ratio.mean(axis=1)  # a rank that the plan leaves out has no times to weigh by
-        np.divide(whole_s, measured_s, out=factor, where=measured_s > 0.0)
-        factor[groups.health[g].rank_is_lost] = 0.0
-        return factor
+        return self.ranks.speed_factors(g, self._groups.health[g].rank_is_lost)
 
     def advance_and_read(self, now_s: float) -> None:
         """Bring the kernel to `now_s` and read it; `snapshot` makes the view of it."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from envs.decision import online_correction as OC
 from envs.decision.group_model import GroupModel
-from envs.domain.snapshot import FloatArray
+from envs.domain.snapshot import BoolArray, FloatArray
 from envs.group_kernel import layout as L
 from envs.perf_model import step_time as ST
 from envs.perf_model.compiled import inner_kernel, kernel
@@ -131,6 +131,16 @@ class RankExperience:
     def published(self) -> FloatArray:
         """Ratios for planners, (groups, ranks, 2)."""
         return np.exp(self._published_log)
+
+    def speed_factors(self, g: int, is_lost: BoolArray) -> FloatArray:
+        """Measured over declared speed of each rank of group `g` as planners are told, shape (ranks,) as is_lost; 0 for a lost rank."""
+        ranks = len(is_lost)
+        declared_s, ratio = self.reference_s[g, :ranks], self.published[g, :ranks]
+        whole_s, measured_s = declared_s.sum(axis=1), (declared_s * ratio).sum(axis=1)
+        factor = 1.0 / ratio.mean(axis=1)  # a rank that the plan leaves out has no times to weigh by
+        np.divide(whole_s, measured_s, out=factor, where=measured_s > 0.0)
+        factor[is_lost] = 0.0
+        return np.asarray(factor, dtype=np.float64)
 
     def forget(self, group_index: int, rank_index: int = -1) -> None:
         """Other hardware stands behind a rank, or behind all of a group's (-1): what was learnt of it is void."""

@@ -9,7 +9,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -104,23 +104,35 @@ class TraceFile:
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield (line number from 1, text without line end) of lines that are not blank."""
-        with self.text() as text:
-            for number, line in enumerate(text, start=1):
-                line = line.strip()
-                if line:
-                    yield number, line
+        for number, line, _ in self._ended_lines():
+            yield number, line
 
-    def json_objects(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield (line number, object) of a JSONL file, or (element number, object) of one JSON array."""
+    def _ended_lines(self) -> Iterator[tuple[int, str, bool]]:
+        """The same, each with whether its line end is there."""
+        with self.text() as text:
+            for number, raw in enumerate(text, start=1):
+                line = raw.strip()
+                if line:
+                    yield number, line, raw[-1] in "\r\n"
+
+    def json_objects(self, on_torn: Callable[[], None] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield (line number, object) of a JSONL file, or (element number, object) of one JSON array.
+
+        on_torn: called for a last line that its writer did not finish (no line end, no JSON), which is left out; without it that is an
+        error like any other broken line.
+        """
         with self.text() as text:
             start = text.read(1024).lstrip()
         if start.startswith("["):
             yield from self._array_objects()
             return
-        for number, line in self.lines():
+        for number, line, is_ended in self._ended_lines():
             try:
                 value = json.loads(line)
             except ValueError as fault:
+                if on_torn is not None and not is_ended:
+                    on_torn()
+                    return
                 raise self.error(f"is no valid JSON ({fault}); every line must be one object", number) from fault
             if not isinstance(value, dict):
                 raise self.error(f"holds a {type(value).__name__}, expected a JSON object", number)

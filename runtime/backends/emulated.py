@@ -10,24 +10,37 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from envs.decision import predictor as P
 from envs.decision.length_estimator import LengthEstimator
-from envs.domain.plans import TpGroup
+from envs.domain.plans import SplitPlan, TpGroup
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
 from envs.group_kernel.advance import join
 from envs.group_kernel.jump import cut_jump, jump_duration_s, steps_done_by
 from envs.group_kernel.queue import take_out
 from envs.scenario.cluster_spec import ClusterLimits
-from runtime.backends.emulated_kernel import KernelSettings, kernel_of, kv_tokens, slow_down
-from runtime.backends.interface import NOTHING, BackendBusy, BackendFault, BadCall, Begun, GroupReport
-from runtime.backends.kernel_report import KernelReader
+from runtime.backends.emulated_kernel import KernelSettings, PlanSlots, kernel_of, kv_tokens, slow_down
+from runtime.backends.interface import (
+    NOTHING,
+    OWN_GROUP_COMMANDS,
+    BackendBusy,
+    BackendFault,
+    BadCall,
+    Begun,
+    GivenBack,
+    GroupReport,
+    MoveRefused,
+    PlanReport,
+    SplitDone,
+)
+from runtime.backends.kernel_report import KernelReader, times_of_record
 from runtime.backends.synthetic_text import SyntheticDecoder, SyntheticText
 from runtime.calls import Call, Piece
+from runtime.request_notes import AnswerTimes
 from runtime.torch_tp.stop_strings import AnswerText
 
 logger = logging.getLogger(__name__)
@@ -57,6 +70,8 @@ class EmulatedBackend:
 
     is_emulation = True
     keeps_prefixes = False
+    can = OWN_GROUP_COMMANDS
+    carries_kv = True
 
     def __init__(
         self,
@@ -70,8 +85,8 @@ class EmulatedBackend:
         self.group_index = group_index
         self._group, self._limits, self._settings, self._now_s = group, limits, settings or KernelSettings(), now_s
         self._state = kernel_of(group, limits, self._settings, now_s())
+        self._plans = PlanSlots(self._state, group, limits, self._settings)
         self._reader = KernelReader(self._state)
-        self._kv_tokens = kv_tokens(self._state)
         self._lengths = LengthEstimator()
         self._inside: dict[int, _Inside] = {}
         self._names: dict[int, str] = {}
@@ -113,8 +128,26 @@ class EmulatedBackend:
         now_s = self._now_s()
         if self.is_alive and (self._report is None or now_s - self._report.at_s >= REPORT_AGE_MAX_S):
             self._advance(now_s)
-            self._report = self._reader.report(0, now_s, self._names)
+            said = self._reader.report(0, now_s, self._names)
+            has_pace = self._state.group_float[0, L.GF_PREDICTED_S] > 0.0  # a newcomer is no faster or slower than declared: nobody knows
+            self._report = replace(said, plan=self._plan_report(), correction=said.correction if has_pace else None)
         return self._report
+
+    def _plan_report(self) -> PlanReport:
+        plan = self._plans.current
+        columns = tuple(float(blocks * plan.mlp_block) for blocks in plan.mlp_blocks)
+        heads = tuple(map(float, plan.query_heads))
+        return PlanReport(self._plans.version, heads, columns, plan.vocabulary_rows, tuple(range(plan.ranks)))
+
+    async def set_split(self, plan: SplitPlan) -> SplitDone:
+        if not self.is_alive:
+            raise MoveRefused(f"{self.name}: not running")
+        now_s = self._now_s()
+        self._advance(now_s)
+        paused_s = self._plans.switch(plan, now_s)
+        self._report = None
+        self._wake.set()
+        return SplitDone(self._plans.version, paused_s)
 
     async def probe(self) -> bool:
         return self.is_alive
@@ -141,7 +174,7 @@ class EmulatedBackend:
     def _enter(self, call: Call, begun: Begun) -> tuple[int, _Inside]:
         if not self.is_alive:
             raise BackendFault(f"{self.name}: not running")
-        most = min(self._limits.context_tokens, self._kv_tokens)
+        most = min(self._limits.context_tokens, kv_tokens(self._state))
         if call.prompt_tokens + call.max_tokens > most:
             raise BadCall(f"{call.prompt_tokens} prompt tokens and max_tokens={call.max_tokens} exceed {most}", reason="too_long")
         answer, text = SyntheticText(call, self._lengths), AnswerText(SyntheticDecoder(), call.stop_strings)
@@ -158,6 +191,8 @@ class EmulatedBackend:
             )  # fmt: skip
         if slot < 0:
             raise BackendBusy(f"{self.name}: queue full")
+        if begun.kv_tokens:
+            self._state.slot_int[0, slot, L.SI_DONE] = min(begun.kv_tokens, call.prompt_tokens + done - 1)
         self._next_id += 1
         inside = self._inside[key] = _Inside(call, answer, text, slot, done, done)
         self._names[key] = call.call_id
@@ -222,17 +257,17 @@ class EmulatedBackend:
             if inside is None or inside.is_over:
                 continue
             if row[L.RI_KIND] == L.RECORD_COMPLETED:
-                self._hand_over(inside, int(row[L.RI_GENERATED]))
+                self._hand_over(inside, int(row[L.RI_GENERATED]), times_of_record(row, state.record_float[index]))
             inside.is_over = True
             if row[L.RI_KIND] == L.RECORD_TOO_LARGE:
-                inside.error = BadCall(f"{self.name}: larger than the KV pool", reason="too_long")
+                inside.error = GivenBack(f"{self.name}: larger than the KV pool that the new split leaves")  # it fitted when it came
             elif row[L.RI_KIND] != L.RECORD_COMPLETED:
                 inside.error = BackendFault(f"{self.name}: given up after waiting")
             inside.changed.set()
         state.record_count[0] = 0
 
-    def _hand_over(self, inside: _Inside, generated: int) -> None:
-        """Pieces of the tokens up to the `generated`-th of this attempt."""
+    def _hand_over(self, inside: _Inside, generated: int, times: AnswerTimes | None = None) -> None:
+        """Pieces of the tokens up to the `generated`-th of this attempt; times: of an answer that is whole."""
         upto = min(inside.first + generated, len(inside.answer))
         if inside.sent >= upto or inside.text.matched is not None:
             return
@@ -245,8 +280,8 @@ class EmulatedBackend:
             elif index + 1 == len(inside.answer):
                 text += inside.text.finish()
                 reason = inside.answer.finish_reason if inside.text.matched is None else "stop"
-            ends = (call.prompt_tokens, index + 1) if reason else (None, None)
-            inside.pieces.append(Piece(index, token, text, None, reason, *ends))
+            ends = {"prompt_tokens": call.prompt_tokens, "output_tokens": index + 1, "times": times} if reason else {}
+            inside.pieces.append(Piece(index, token, text, None, reason, **ends))
             if reason is not None:
                 break
         inside.sent = upto

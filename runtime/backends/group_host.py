@@ -13,20 +13,26 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from runtime.backends import group_messages as M
-from runtime.backends.interface import GroupReport, RankTimes
+from runtime.backends.interface import CallProgress, GroupReport, PlanReport, RankTimes, WorkReport
 from runtime.calls import Piece
 from runtime.frames import FrameCutter, frame
+from runtime.request_notes import AnswerTimes
 from runtime.torch_tp.engine import Engine, EngineSettings
+from runtime.torch_tp.measured import Measured
 from runtime.torch_tp.parent_death import die_with_parent
 from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent
-from runtime.torch_tp.supervisor import RankSettings
+from runtime.torch_tp.supervisor import GroupError, RankSettings
 
 logger = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 16
+RESPLIT_DEADLINE_S = 60.0
 
 
 class GroupHost:
@@ -35,6 +41,7 @@ class GroupHost:
     def __init__(self, engine: Engine, settings: M.HostSettings, writer: asyncio.StreamWriter) -> None:
         self._engine, self._settings, self._writer = engine, settings, writer
         self._answers: dict[int, asyncio.Task[None]] = {}
+        self._resplits: set[asyncio.Task[None]] = set()
         self._probes = 0
         self._reported_step = -1
         self._last_steps, self._last_step_s = 0, 0.0
@@ -65,6 +72,10 @@ class GroupHost:
             task = asyncio.create_task(self._probe(message[1]))
             self._answers[-1 - message[1]] = task
             task.add_done_callback(lambda done, number=message[1]: self._answers.pop(-1 - number, None))
+        elif kind == M.RESPLIT:
+            task = asyncio.create_task(self._resplit(*message[1:]))
+            self._resplits.add(task)
+            task.add_done_callback(self._resplits.discard)
         elif kind == M.STRIKE:  # drills: a signal to one rank
             self._engine.signal_rank(message[1], signal.Signals(message[2]))
 
@@ -101,6 +112,19 @@ class GroupHost:
             logger.info("probe failed reason=%s", error)
         self._say([M.PROBED, number, is_made])
 
+    async def _resplit(self, number: int, heads: list[float], blocks: list[float], rows: list[float]) -> None:
+        """Slide to the split by these widths, one per rank of the group; ranks that are no members now are left out."""
+        engine, paused_s, version, error = self._engine, self._engine.plan_paused_s, 0, ""
+        try:
+            members = engine.supervisor.members
+            chosen = [[float(widths[rank]) for rank in members] for widths in (heads, blocks, rows)]
+            cuts = {"mlp_shares": chosen[1], "vocabulary_shares": chosen[2]}
+            version = (await asyncio.to_thread(engine.set_plan, chosen[0], RESPLIT_DEADLINE_S, cuts=cuts)).version
+        except (GroupError, ValueError, TimeoutError, IndexError) as refused:
+            error = str(refused) or type(refused).__name__
+        self._say(M.report_to_wire(self._report()))  # so that nobody believes an older one
+        self._say([M.RESPLITTED, number, version, engine.plan_paused_s - paused_s, error])
+
     async def _report_for_ever(self) -> None:
         while True:
             self._say(M.report_to_wire(self._report()))
@@ -120,7 +144,29 @@ class GroupHost:
             kv_blocks_total=total,
             step_s=step_s / steps if steps > 0 and load.running else 0.0,
             rank_times=self._rank_times(),
+            progress=tuple(CallProgress(p.request_id, p.generated, p.prefill_left, p.is_running) for p in self._engine.progress()),
+            plan=self._plan(),
+            work=self._work(measured),
         )
+
+    def _plan(self) -> PlanReport | None:
+        """None in the moment in which members change."""
+        supervisor = self._engine.supervisor
+        plan, members = supervisor.plan, supervisor.members
+        if plan.ranks != len(members):
+            return None
+        place = {rank: index for index, rank in enumerate(members)}
+        layers, ranks = plan.layers, range(len(self._settings.ranks))
+        heads = tuple(_mean(layer.query_heads[place[r]] for layer in layers) if r in place else 0.0 for r in ranks)
+        columns = tuple(_mean(layer.mlp_blocks[place[r]] * layer.mlp_block for layer in layers) if r in place else 0.0 for r in ranks)
+        rows = tuple(plan.vocabulary_rows[place[r]] if r in place else 0 for r in ranks)
+        return PlanReport(plan.version, heads, columns, rows, tuple(members), self._engine.is_changing_plan)
+
+    def _work(self, measured: Measured) -> WorkReport:
+        by_rank = {timing.rank: timing for timing in measured.ranks}
+        ranks = [by_rank.get(rank) for rank in range(len(self._settings.ranks))]
+        stalls = tuple(0.0 if timing is None else timing.memory_stall_s for timing in ranks)
+        return WorkReport(measured.passes, tuple(0.0 if timing is None else timing.compute_s for timing in ranks), stalls)
 
     def _rank_times(self) -> RankTimes | None:
         """Of the last step, if it has not been told and is of a kind that the model predicts: one pass, or decoding alone."""
@@ -139,10 +185,21 @@ class GroupHost:
         return RankTimes(sum(lengths), pairs, kv, tuple(times[0]), tuple(times[1]))
 
 
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
 def piece_of_event(event: TokenEvent) -> Piece:
     report = event.report
-    ends = (None, None) if report is None else (report.prompt_tokens, report.output_tokens)
-    return Piece(event.index, event.token, event.text, event.logprobs, event.finish_reason, *ends)
+    if report is None:
+        return Piece(event.index, event.token, event.text, event.logprobs, event.finish_reason)
+    spans_s = np.diff((report.arrival_s, report.admitted_s, report.first_token_s, report.finish_s))
+    times = None
+    if np.isfinite(spans_s).all():
+        times = AnswerTimes(*spans_s.tolist(), report.parts, report.preemptions, report.hit_tokens)
+    ends = report.prompt_tokens, report.output_tokens
+    return Piece(event.index, event.token, event.text, event.logprobs, event.finish_reason, *ends, times=times)
 
 
 async def run(descriptor: int) -> int:

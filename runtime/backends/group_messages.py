@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runtime.backends.interface import NOTHING, Begun, CallProgress, GroupReport, RankTimes
+from envs.domain.plans import SplitPlan
+from runtime.backends.interface import NOTHING, Begun, CallProgress, GroupReport, PlanReport, RankTimes, WorkReport
 from runtime.calls import Call, Piece
+from runtime.request_notes import AnswerTimes
 from runtime.torch_tp.requests import GenerationRequest, SamplingSettings, TokenLogprobs
 
-START, SUBMIT, CANCEL, PROBE, STRIKE, STOP = "start", "submit", "cancel", "probe", "strike", "stop"
-UP, FAILED, PIECE, ENDED, REPORT, PROBED = "up", "failed", "piece", "ended", "report", "probed"
+START, SUBMIT, CANCEL, PROBE, STRIKE, RESPLIT, STOP = "start", "submit", "cancel", "probe", "strike", "resplit", "stop"
+UP, FAILED, PIECE, ENDED, REPORT, PROBED, RESPLITTED = "up", "failed", "piece", "ended", "report", "probed", "resplitted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,20 @@ def request_of(message: Sequence[Any]) -> GenerationRequest:
 
 def piece_to_wire(number: int, piece: Piece) -> list[Any]:
     logprobs = None if piece.logprobs is None else [piece.logprobs.chosen, [list(pair) for pair in piece.logprobs.top]]
-    return [PIECE, number, piece.index, piece.token, piece.text, logprobs, piece.finish_reason, piece.prompt_tokens, piece.output_tokens]
+    message = [PIECE, number, piece.index, piece.token, piece.text, logprobs, piece.finish_reason, piece.prompt_tokens, piece.output_tokens]
+    return message if piece.times is None else [*message, asdict(piece.times)]
 
 
 def piece_of(message: Sequence[Any]) -> Piece:
-    _, _, index, token, text, logprobs, reason, prompt_tokens, output_tokens = message
+    _, _, index, token, text, logprobs, reason, prompt_tokens, output_tokens, *rest = message
     found = None if logprobs is None else TokenLogprobs(logprobs[0], tuple((int(t), float(p)) for t, p in logprobs[1]))
-    return Piece(index, token, text, found, reason, prompt_tokens, output_tokens)
+    times = AnswerTimes(**{**rest[0], "parts": tuple(rest[0]["parts"])}) if rest else None
+    return Piece(index, token, text, found, reason, prompt_tokens, output_tokens, times=times)
+
+
+def resplit(number: int, plan: SplitPlan) -> list[Any]:
+    """Widths per rank of the group, which count as shares."""
+    return [RESPLIT, number, list(plan.query_heads), list(plan.mlp_blocks), list(plan.vocabulary_rows)]
 
 
 def report_to_wire(report: GroupReport) -> list[Any]:
@@ -74,4 +83,8 @@ def report_of(message: Sequence[Any]) -> GroupReport:
         fields["rank_times"] = RankTimes(**{**times, "attention_s": tuple(times["attention_s"]), "mlp_s": tuple(times["mlp_s"])})
     if fields["progress"] is not None:
         fields["progress"] = tuple(CallProgress(**item) for item in fields["progress"])
+    if fields["plan"] is not None:
+        fields["plan"] = PlanReport(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields["plan"].items()})
+    if fields["work"] is not None:
+        fields["work"] = WorkReport(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields["work"].items()})
     return GroupReport(**fields)

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from envs.domain.commands import CommandKind
+from envs.domain.plans import SplitPlan
 from runtime.calls import Call, Piece
 
 
@@ -38,16 +40,37 @@ class BadCall(BackendError):
         self.reason = reason
 
 
+class GivenBack(BackendError):
+    """The call leaves the group by nobody's fault (recalled, or its pool shrank): it is asked again where it goes on.
+
+    target: the group that it shall go to if that takes it. copy_s: its KV comes along, which takes so long; None: it is computed again.
+    """
+
+    def __init__(self, message: str, target: int | None = None, copy_s: float | None = None) -> None:
+        super().__init__(message)
+        self.target, self.copy_s = target, copy_s
+
+
+class MoveRefused(RuntimeError):
+    """A control command that cannot be carried out (now); nothing has changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What of an answer its caller has already, from another attempt. tokens: empty where nobody told ids. pieces: how many came."""
+    """What of an answer its caller has already, from another attempt. tokens: empty where nobody told ids. pieces: how many came.
+    kv_tokens: so many tokens' KV came along, for backends that take it (`carries_kv`)."""
 
     tokens: tuple[int, ...] = ()
     text: str = ""
     pieces: int = 0
+    kv_tokens: int = 0
 
 
 NOTHING = Begun()
+OWN_GROUP_COMMANDS = frozenset(
+    (CommandKind.SET_SPLIT, CommandKind.MIGRATE, CommandKind.SCALE_OUT, CommandKind.SCALE_IN, CommandKind.FALL_BACK, CommandKind.RESTORE)
+)
+"""What a group whose engine is our own carries out. Not REGROUP: two engines' ranks cannot be joined while they serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +95,36 @@ class CallProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanReport:
+    """The plan that new calls get. version: counts from the group's start. Widths per rank of the group, the mean over layers where they
+    differ; 0 for ranks that are no members (lost, or left out). is_moving: another plan is being prepared."""
+
+    version: int
+    query_heads: tuple[float, ...]
+    mlp_columns: tuple[float, ...]
+    vocabulary_rows: tuple[int, ...]
+    members: tuple[int, ...]
+    is_moving: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkReport:
+    """What was done since the group's start. passes: forward passes; per rank, s: computing, and waiting for memory."""
+
+    passes: int
+    compute_s: tuple[float, ...]
+    memory_stall_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitDone:
+    """A new plan is in force. paused_s: how long nothing ran for it."""
+
+    version: int
+    paused_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class GroupReport:
     """What a group says of itself; None where its kind cannot tell.
 
@@ -92,6 +145,8 @@ class GroupReport:
     pause_left_s: float = 0.0
     rank_times: RankTimes | None = None
     progress: tuple[CallProgress, ...] | None = None
+    plan: PlanReport | None = None
+    work: WorkReport | None = None
 
 
 class Backend(Protocol):
@@ -100,6 +155,8 @@ class Backend(Protocol):
     name: str
     group_index: int
     is_emulation: bool
+    can: frozenset[CommandKind]  # control commands that it carries out; requeueing needs nothing of it
+    carries_kv: bool  # whether `submit` makes use of `Begun.kv_tokens`
     keeps_prefixes: bool  # whether a prompt whose beginning it has computed before costs it less, as far as we can tell
 
     async def start(self) -> None:
@@ -124,3 +181,6 @@ class Backend(Protocol):
 
     async def probe(self) -> bool:
         """Whether a token can really be made now (K22); no longer than a few seconds."""
+
+    async def set_split(self, plan: SplitPlan) -> SplitDone:
+        """Let new calls get `plan`, whose widths count as shares; those inside go on. Returns when it is in force. Raises: MoveRefused."""

@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from runtime.backends.interface import NOTHING, BackendBusy, BackendError, BackendFault, BadCall, Begun, GroupReport
+from envs.domain.commands import CommandKind
+from envs.domain.plans import SplitPlan
+from runtime.backends.http_client import HttpClient, HttpConnection, HttpLost, HttpRefused
+from runtime.backends.interface import NOTHING, BackendBusy, BackendError, BackendFault, BadCall, Begun, GroupReport, MoveRefused, SplitDone
 from runtime.backends.load_metrics import load_of
 from runtime.calls import Call, Piece
+from runtime.request_notes import AnswerTimes
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +30,39 @@ METRICS_S = 1.0
 METRICS_DEADLINE_S = 2.0
 PROBE_DEADLINE_S = 3.0
 EVENT_BYTES_MAX = 1 << 20
+PAGE_BYTES_MAX = 4 << 20
+JSON_HEADER = "content-type: application/json\r\n"
 RETRY_AFTER_DEFAULT_S = 1.0
 OF_THE_GATEWAY = ("model", "stream", "stream_options", "n", "best_of", "prompt", "messages", "max_tokens", "max_completion_tokens", "user")
 GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "tools", "functions")
+
+
+class _Delta(msgspec.Struct):
+    content: Any = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    text: Any = None
+    finish_reason: Any = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Event(msgspec.Struct):
+    """What is looked at in an event of a stream; the rest is skipped unread."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    metrics: Any = None
+
+
 _decode = msgspec.json.Decoder().decode
+_decode_event = msgspec.json.Decoder(_Event).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -39,29 +71,28 @@ class OpenAiHttpBackend:
 
     is_emulation = False
     keeps_prefixes = False  # its tokens are not known here
+    can: frozenset[CommandKind] = frozenset()
+    carries_kv = False
 
     def __init__(self, name: str, group_index: int, url: str, model: str, api_key: str = "") -> None:
         """url: without /v1. model: its name there."""
         self.name, self.group_index = name, group_index
         self._url, self._model = url.rstrip("/").removesuffix("/v1"), model
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session: aiohttp.ClientSession | None = None
+        self._client: HttpClient | None = None
         self._poller: asyncio.Task[None] | None = None
         self._report: GroupReport | None = None
         self._refused_running = 0
         self._is_open = False
-        self._answers: set[aiohttp.ClientResponse] = set()
 
     async def start(self) -> None:
         """Raises: BackendFault where nobody listens there."""
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)  # aiohttp sets TCP_NODELAY itself
-            timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        if self._client is None:
+            self._client = HttpClient(self._url, self._headers, CONNECT_S)
         try:
-            async with asyncio.timeout(CONNECT_S), self._session.get(f"{self._url}/v1/models") as answer:
-                await answer.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            async with asyncio.timeout(CONNECT_S):
+                await self._read(self._client, "GET", "/v1/models")
+        except (OSError, TimeoutError) as error:
             raise BackendFault(f"{self.name}: {self._url} does not answer ({type(error).__name__})") from error
         self._is_open, self._refused_running = True, 0
         if self._poller is None:
@@ -73,11 +104,9 @@ class OpenAiHttpBackend:
         if poller is not None:
             poller.cancel()
             await asyncio.gather(poller, return_exceptions=True)
-        for answer in self._answers:  # aiohttp closes the connection and leaves who reads from it waiting
-            answer.content.set_exception(BackendFault(f"{self.name}: closed"))
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
     @property
     def is_alive(self) -> bool:
@@ -89,51 +118,60 @@ class OpenAiHttpBackend:
 
     async def probe(self) -> bool:
         """One token by a real request: a health page proves nothing (K22)."""
-        if self._session is None:
+        if self._client is None:
             return False
-        body = {"model": self._model, "prompt": "1", "max_tokens": 1, "temperature": 0}
+        body = _encode({"model": self._model, "prompt": "1", "max_tokens": 1, "temperature": 0})
         try:
-            async with asyncio.timeout(PROBE_DEADLINE_S), self._session.post(f"{self._url}/v1/completions", json=body) as answer:
-                return answer.status == 200 and bool((await answer.json())["choices"])
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError):
+            async with asyncio.timeout(PROBE_DEADLINE_S):
+                status, data = await self._read(self._client, "POST", "/v1/completions", body)
+            return status == 200 and bool(_decode(data)["choices"])
+        except (OSError, TimeoutError, ValueError, KeyError, TypeError):
             return False
+
+    async def set_split(self, plan: SplitPlan) -> SplitDone:
+        raise MoveRefused(f"{self.name}: how a foreign server splits its model is its own business")
+
+    async def _read(self, client: HttpClient, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        """A whole answer: status and body. Raises: HttpLost."""
+        answer = await client.send(method, path, JSON_HEADER if body else "", body)
+        try:
+            return answer.status, await answer.read(PAGE_BYTES_MAX)
+        finally:
+            answer.release()
 
     def continues(self, call: Call, begun: Begun) -> bool:
         is_fixed = call.sampling.is_greedy or call.sampling.seed is not None
         return is_fixed and call.logprobs is None and not any(call.body.get(name) for name in GRAMMARS)
 
     async def submit(self, call: Call, begun: Begun = NOTHING) -> AsyncIterator[Piece]:
-        if self._session is None:
+        client = self._client
+        if client is None:
             raise BackendFault(f"{self.name}: closed")
         if call.logprobs is not None:
             raise BadCall("logprobs are not passed on from foreign servers", reason="unsupported")
-        path = "chat/completions" if call.kind == "chat" else "completions"
+        path = "/v1/chat/completions" if call.kind == "chat" else "/v1/completions"
+        headers = f"{JSON_HEADER}accept: text/event-stream\r\nx-request-id: {call.call_id}\r\n"
+        if (context := call.notes.traceparent()) is not None:
+            headers += f"traceparent: {context}\r\n"
         try:
-            async with self._session.post(
-                f"{self._url}/v1/{path}", data=_encode(self._body(call)), headers=self._request_headers(call)
-            ) as answer:
+            answer = await client.send("POST", path, headers, _encode(self._body(call)))
+            try:
                 self._refused_running = 0
                 if answer.status != 200:
                     raise await self._refusal(answer)
-                self._answers.add(answer)
                 skip = _Skip(begun)
-                try:
-                    async for piece in self._pieces(answer, call):
-                        rest = skip.rest_of(piece, self.name)
-                        if rest is not None:
-                            yield rest
-                            if rest.finish_reason is not None:
-                                return
-                finally:
-                    self._answers.discard(answer)
-        except aiohttp.ClientConnectorError as error:
+                async for piece in self._pieces(answer, call, is_joined=not begun.pieces):
+                    rest = skip.rest_of(piece, self.name)
+                    yield rest
+                    if rest.finish_reason is not None:
+                        return
+            finally:
+                answer.release()
+        except HttpRefused as error:
             self._refused_running += 1
             raise BackendFault(f"{self.name}: connection refused") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise BackendFault(f"{self.name}: connection lost ({type(error).__name__})") from error
-
-    def _request_headers(self, call: Call) -> dict[str, str]:
-        return {"content-type": "application/json", "x-request-id": call.call_id, "accept": "text/event-stream"}
+        except HttpLost as error:
+            raise BackendFault(f"{self.name}: {error}") from error
 
     def _body(self, call: Call) -> dict[str, Any]:
         """The caller's own fields, and ours for what the gateway decided. Always a stream: a client that leaves ends it at once."""
@@ -146,9 +184,9 @@ class OpenAiHttpBackend:
             body["prompt"] = list(call.prompt_ids) if call.prompt_ids else prompt
         return body
 
-    async def _refusal(self, answer: aiohttp.ClientResponse) -> BackendError:
+    async def _refusal(self, answer: HttpConnection) -> BackendError:
         """What an answer other than 200 means, and for whom."""
-        text = (await answer.content.read(2048)).decode("utf-8", "replace")
+        text = (await answer.read(2048)).decode("utf-8", "replace")
         after = answer.headers.get("retry-after")
         message = f"{self.name}: HTTP {answer.status}: {_message_of(text)}"
         if answer.status == 429 or (answer.status == 503 and after is not None):
@@ -160,77 +198,76 @@ class OpenAiHttpBackend:
             return BadCall(_message_of(text), status=answer.status)
         return BackendFault(message)
 
-    async def _pieces(self, answer: aiohttp.ClientResponse, call: Call) -> AsyncIterator[Piece]:
-        """Pieces of an event stream, one per event; where nobody watches it come in, one per arrival. The last one waits for the usage that
+    async def _pieces(self, answer: HttpConnection, call: Call, is_joined: bool) -> AsyncIterator[Piece]:
+        """Pieces of an event stream; events that arrive together are one piece where `is_joined`. The last one waits for the usage that
         follows it. Raises: BackendFault for a broken stream."""
-        is_watched = bool(call.body.get("stream"))
-        index, usage, buffer = 0, {}, bytearray()
-        last: Piece | None = None
-        async for chunk in answer.content.iter_any():
-            buffer += chunk
-            cut = buffer.rfind(b"\n") + 1
-            if not cut:
-                if len(buffer) > EVENT_BYTES_MAX:
-                    raise BackendFault(f"{self.name}: an event of over {EVENT_BYTES_MAX} bytes")
-                continue
-            lines = bytes(buffer[:cut])
-            del buffer[:cut]
-            together: list[str] = []
-            for line in lines.split(b"\n"):
+        index, begun_line = 0, b""
+        usage: _Usage | None = None
+        times: AnswerTimes | None = None
+        last: str | None = None  # the finish reason
+        texts: list[str] = []
+        while chunk := await answer.read_some():
+            lines = (begun_line + chunk).split(b"\n") if begun_line else chunk.split(b"\n")
+            begun_line = lines.pop()
+            if len(begun_line) > EVENT_BYTES_MAX:
+                raise BackendFault(f"{self.name}: an event of over {EVENT_BYTES_MAX} bytes")
+            for line in lines:
                 if not line.startswith(b"data:"):
                     continue
                 data = line[5:].strip()
                 if data == b"[DONE]":
-                    yield self._ended(last, "".join(together), index, usage, call)
+                    yield self._ended(last, texts, index, usage, call, times)
                     return
                 event = self._event(data)
-                usage = event.get("usage") or usage
-                for choice in event.get("choices") or ():
-                    text, reason = _text_of(choice), choice.get("finish_reason")
-                    if reason is not None:
-                        last = Piece(index, None, text, None, str(reason))
-                    elif text and is_watched:
-                        yield Piece(index, None, text)
-                        index += 1
-                    elif text:
-                        together.append(text)
-            if together and last is None:
-                yield Piece(index, None, "".join(together))
-                index += 1
-            elif together:
-                assert last is not None
-                last = Piece(index, None, "".join(together) + last.text, None, last.finish_reason)
+                usage = event.usage or usage
+                if event.metrics is not None:
+                    times = times_of_metrics(event.metrics)
+                for choice in event.choices or ():
+                    text = _text_of(choice)
+                    if text:
+                        texts.append(text)
+                    if choice.finish_reason is not None:
+                        last = str(choice.finish_reason)
+                if texts and last is None and not is_joined:
+                    yield _joined(index, texts)
+                    index, texts = index + len(texts), []
+            if texts and last is None:
+                yield _joined(index, texts)
+                index, texts = index + len(texts), []
         raise BackendFault(f"{self.name}: the stream was cut after {index} pieces")
 
-    def _ended(self, last: Piece | None, before: str, index: int, usage: Mapping[str, Any], call: Call) -> Piece:
-        """The last piece, `before` the text that came in with it."""
-        if last is None:
+    def _ended(
+        self, reason: str | None, texts: list[str], index: int, usage: _Usage | None, call: Call, times: AnswerTimes | None
+    ) -> Piece:
+        """The last piece, with `texts` that came in with it."""
+        if reason is None:
             raise BackendFault(f"{self.name}: the stream ended without a finish reason")
-        text = before + last.text
-        prompt_tokens, tokens = usage.get("prompt_tokens", call.prompt_tokens), usage.get("completion_tokens", index + bool(text))
-        return Piece(index, None, text, None, last.finish_reason, int(prompt_tokens), int(tokens))
+        prompt_tokens, tokens = (None, None) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
+        return Piece(
+            index, None, "".join(texts), None, reason, call.prompt_tokens if prompt_tokens is None else prompt_tokens,
+            index + len(texts) if tokens is None else tokens, tuple(texts) if len(texts) > 1 else (), times,
+        )  # fmt: skip
 
-    def _event(self, data: bytes) -> dict[str, Any]:
+    def _event(self, data: bytes) -> _Event:
         try:
-            event = _decode(data)
-        except msgspec.DecodeError as error:
-            raise BackendFault(f"{self.name}: an event is not JSON") from error
-        if not isinstance(event, dict):
-            raise BackendFault(f"{self.name}: an event is no object")
-        if "error" in event:
-            raise BackendFault(f"{self.name}: error event: {str(event['error'])[:200]}")
+            event = _decode_event(data)
+        except ValueError as error:  # msgspec's own errors and those of text that is no UTF-8 are ValueErrors
+            raise BackendFault(f"{self.name}: an event is not what the API says ({str(error)[:200]})") from error
+        if event.error is not None:
+            raise BackendFault(f"{self.name}: error event: {str(event.error)[:200]}")
         return event
 
     async def _poll_for_ever(self) -> None:
         """Read /metrics where there is such a page. Each poll has a deadline; none waits for another."""
         while True:
             await asyncio.sleep(METRICS_S)
-            assert self._session is not None
+            assert self._client is not None
             try:
-                async with asyncio.timeout(METRICS_DEADLINE_S), self._session.get(f"{self._url}/metrics") as answer:
-                    load = load_of((await answer.content.read(1 << 20)).decode("utf-8", "replace")) if answer.status == 200 else None
-            except (aiohttp.ClientError, OSError, TimeoutError):
+                async with asyncio.timeout(METRICS_DEADLINE_S):
+                    status, page = await self._read(self._client, "GET", "/metrics")
+            except (OSError, TimeoutError):
                 continue  # what we have in flight ourselves stands in for it
+            load = load_of(page.decode("utf-8", "replace")) if status == 200 else None
             if load is not None:
                 self._report = GroupReport(time.monotonic(), load.running, load.waiting, kv_used_fraction=load.kv_used_fraction)
 
@@ -242,9 +279,11 @@ class _Skip:
         self._left, self._shift = begun.text, begun.pieces
         self._skipped = 0
 
-    def rest_of(self, piece: Piece, name: str) -> Piece | None:
-        """What of `piece` is new; None for nothing. Raises: BackendFault where the text is another one."""
+    def rest_of(self, piece: Piece, name: str) -> Piece:
+        """What of `piece` is new; an empty piece, a sign of life, for nothing. Raises: BackendFault where the text is another one."""
         text = piece.text
+        if not (self._left or self._shift):
+            return piece
         if self._left:
             common = min(len(self._left), len(text))
             if self._left[:common] != text[:common]:
@@ -254,15 +293,27 @@ class _Skip:
             if piece.finish_reason is not None and self._left:
                 raise BackendFault(f"{name}: ends before what was begun")
             if not text and piece.finish_reason is None:
-                return None
+                return Piece(self._shift, None, "")
         index = self._shift + piece.index - self._skipped + (1 if text and text != piece.text else 0)
-        return Piece(index, None, text, None, piece.finish_reason, piece.prompt_tokens, piece.output_tokens)
+        return Piece(index, None, text, None, piece.finish_reason, piece.prompt_tokens, piece.output_tokens, times=piece.times)
 
 
-def _text_of(choice: Mapping[str, Any]) -> str:
-    delta = choice.get("delta")
-    found = (delta.get("content") if isinstance(delta, dict) else None) or choice.get("text") or ""
+def _joined(index: int, texts: list[str]) -> Piece:
+    return Piece(index, None, texts[0]) if len(texts) == 1 else Piece(index, None, "".join(texts), parts=tuple(texts))
+
+
+def _text_of(choice: _Choice) -> str:
+    found = (choice.delta.content if choice.delta is not None else None) or choice.text or ""
     return found if isinstance(found, str) else ""
+
+
+def times_of_metrics(metrics: Any) -> AnswerTimes | None:
+    """vLLM's `metrics` of an answer, where it tells them: queue, then to the first token, then to the last; None without them."""
+    names = ("queue_time_ms", "time_to_first_token_ms", "generation_time_ms")
+    found = [metrics.get(name) for name in names] if isinstance(metrics, dict) else []
+    if not found or not all(isinstance(ms, int | float) and 0.0 <= ms < 1e9 for ms in found):
+        return None
+    return AnswerTimes(*(ms / 1e3 for ms in found))
 
 
 def _message_of(text: str) -> str:

@@ -13,8 +13,20 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from envs.domain.plans import SplitPlan
 from runtime.backends import group_messages as M
-from runtime.backends.interface import NOTHING, BackendBusy, BackendError, BackendFault, BadCall, Begun, GroupReport
+from runtime.backends.interface import (
+    NOTHING,
+    OWN_GROUP_COMMANDS,
+    BackendBusy,
+    BackendError,
+    BackendFault,
+    BadCall,
+    Begun,
+    GroupReport,
+    MoveRefused,
+    SplitDone,
+)
 from runtime.calls import Call, Piece
 from runtime.frames import FrameCutter, frame
 
@@ -22,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 START_DEADLINE_S = 120.0
 PROBE_DEADLINE_S = 3.0
+RESPLIT_DEADLINE_S = 65.0  # the engine's own is shorter
 STOP_DEADLINE_S = 10.0
 SILENT_S = 5.0  # a host that has not reported for fifty periods is stopped or stuck: it is started anew
 CALLERS_FAULT = ("too_long", "invalid", "duplicate")
@@ -38,6 +51,8 @@ class TorchTpBackend(asyncio.Protocol):
     """Implements `Backend` over a group host."""
 
     keeps_prefixes = True
+    can = OWN_GROUP_COMMANDS
+    carries_kv = False  # the engine takes token ids alone: what was begun elsewhere is computed again
 
     def __init__(self, name: str, group_index: int, settings: M.HostSettings) -> None:
         self.name, self.group_index, self._settings = name, group_index, settings
@@ -48,6 +63,7 @@ class TorchTpBackend(asyncio.Protocol):
         self._up: asyncio.Future[dict[str, Any]] | None = None
         self._asked: dict[int, _Asked] = {}
         self._probes: dict[int, asyncio.Future[bool]] = {}
+        self._resplits: dict[int, asyncio.Future[SplitDone]] = {}
         self._number = 0
         self._report: GroupReport | None = None
         self._heard_s = 0.0  # when its process last said anything
@@ -119,6 +135,21 @@ class TorchTpBackend(asyncio.Protocol):
         finally:
             self._probes.pop(number, None)
 
+    async def set_split(self, plan: SplitPlan) -> SplitDone:
+        if not self.is_alive:
+            raise MoveRefused(f"{self.name}: its process is gone")
+        self._number += 1
+        number = self._number
+        self._resplits[number] = future = asyncio.get_running_loop().create_future()
+        self._say(M.resplit(number, plan))
+        try:
+            async with asyncio.timeout(RESPLIT_DEADLINE_S):
+                return await future
+        except TimeoutError:
+            raise MoveRefused(f"{self.name}: no answer to a change of split within {RESPLIT_DEADLINE_S:g} s") from None
+        finally:
+            self._resplits.pop(number, None)
+
     async def submit(self, call: Call, begun: Begun = NOTHING) -> AsyncIterator[Piece]:
         if not self.is_alive:
             raise BackendFault(f"{self.name}: its process is gone")
@@ -164,6 +195,9 @@ class TorchTpBackend(asyncio.Protocol):
         for future in self._probes.values():
             if not future.done():
                 future.set_result(False)
+        for resplit in self._resplits.values():
+            if not resplit.done():
+                resplit.set_exception(MoveRefused(str(lost)))
 
     # ------------------------------------------------------------------------------------------------------------------------
 
@@ -181,11 +215,22 @@ class TorchTpBackend(asyncio.Protocol):
             future = self._probes.get(message[1])
             if future is not None and not future.done():
                 future.set_result(bool(message[2]))
+        elif kind == M.RESPLITTED:
+            self._on_resplitted(*message[1:])
         elif kind in (M.UP, M.FAILED) and self._up is not None and not self._up.done():
             if kind == M.UP:
                 self._up.set_result(message[1])
             else:
                 self._up.set_exception(BackendFault(f"{self.name}: {message[1]}"))
+
+    def _on_resplitted(self, number: int, version: int, paused_s: float, error: str) -> None:
+        future = self._resplits.get(number)
+        if future is None or future.done():
+            return
+        if error:
+            future.set_exception(MoveRefused(f"{self.name}: {error}"))
+        else:
+            future.set_result(SplitDone(version, paused_s))
 
     def _error_of(self, reason: str, text: str) -> BackendError:
         if reason in CALLERS_FAULT:

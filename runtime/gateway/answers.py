@@ -46,7 +46,7 @@ class Choice:
     def take(self, piece: Piece, is_kept: bool) -> None:
         """is_kept: the text is needed again at the end (an answer that is not streamed). Raises: ApiError for an end that is a failure."""
         if piece.token is not None or (piece.text and piece.finish_reason is None):
-            self.tokens += 1
+            self.tokens += len(piece.parts) or 1
         if is_kept:
             if piece.text:
                 self.texts.append(piece.text)
@@ -98,12 +98,16 @@ class Answer:
         """The events of one piece (taken already): none for a token whose text is still held back."""
         is_plain = piece.finish_reason is None and piece.logprobs is None and not self.asked.has_running_usage
         if is_plain and place in self._begun:
+            if piece.parts:
+                return self._several(place, piece.parts)
             return self._plain[place] + text_json(piece.text) + self._plain_end if piece.text else b""
         data = b""
         if place not in self._begun:
             self._begun.add(place)
             data = self._beginning(place)
-        if piece.text or piece.logprobs is not None:
+        if piece.parts:
+            data += self._several(place, piece.parts)
+        elif piece.text or piece.logprobs is not None:
             data += self._chunk(place, text_json(piece.text), self._logprobs_json(place, piece), b"null")
         if piece.finish_reason is not None:
             reason = encode(piece.finish_reason)
@@ -112,6 +116,12 @@ class Answer:
             else:
                 data += self._chunk(place, b'""', b"null", reason)
         return data
+
+    def _several(self, place: int, texts: tuple[str, ...]) -> bytes:
+        """An event for each of several tokens that came together; usage so far, where it is asked for, is that after the last."""
+        begin = self._plain[place]
+        end = self._closing + b',"logprobs":null,"finish_reason":null}' + self._ending(place)
+        return b"".join([part for text in texts for part in (begin, text_json(text), end)])
 
     def last_events(self) -> bytes:
         """After the last piece: usage where it was asked for, and the end marker."""

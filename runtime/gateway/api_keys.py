@@ -17,6 +17,10 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
+    @property
+    def are_set(self) -> bool:
+        return bool(self._digests)
+
     def check(self, authorization: bytes | None) -> None:
         """Raises: ApiError 401 unless `authorization` is "Bearer KEY" with a known key.
 

@@ -12,18 +12,29 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from runtime.gateway.admin import Admin, Administered
+from runtime.gateway.admin_rollout import admin_rollout_routes
 from runtime.gateway.api_keys import ApiKeys
 from runtime.gateway.call_making import CallMaker, RequestIds
 from runtime.gateway.errors import ApiError, internal_error
 from runtime.gateway.generation import Generation, GenerationEndpoint
 from runtime.gateway.interface import Dispatcher
 from runtime.gateway.metrics import Metrics
+from runtime.gateway.page import Page
 from runtime.gateway.probes import Probes, error_response
 from runtime.gateway.prompt_text import PromptTexts, TextCodec
+from runtime.gateway.request_headers import RequestHeaders
 from runtime.gateway.settings import GatewaySettings
-from runtime.torch_tp.tokenizer import load_tokenizer
+from runtime.tracing.tracer import Tracer
+
+
+def load_tokenizer(path: str) -> TextCodec:
+    """Raises: CheckpointError. Loaded where a model needs one: a gateway before foreign servers alone does without."""
+    from runtime.torch_tp import tokenizer
+
+    return tokenizer.load_tokenizer(path)
 
 
 def version() -> str:
@@ -38,10 +49,24 @@ class GatewayApp(Starlette):
     every event of a stream would cost more than the event."""
 
     straight: Mapping[str, GenerationEndpoint] = MappingProxyType({})
+    ids: RequestIds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self.straight.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        await (super().__call__(scope, receive, send) if endpoint is None else endpoint(scope, receive, send))
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        endpoint = self.straight.get(scope["path"]) if scope["method"] == "POST" else None
+        if endpoint is not None:
+            await endpoint(scope, receive, send)
+            return
+        request_id = RequestHeaders.of(scope["headers"]).request_id or self.ids.next()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        await super().__call__(scope, receive, send_with_id)
 
 
 def make_app(
@@ -49,17 +74,23 @@ def make_app(
     settings: GatewaySettings | None = None,
     *,
     load_text: Callable[[str], TextCodec] = load_tokenizer,
+    tracer: Tracer | None = None,
+    administered: Administered | None = None,
 ) -> GatewayApp:
     """The application over a dispatcher that runs already, or that its caller starts. `app.state`: `generation` (set `is_draining` to
-    take nothing in any more), `metrics` (its `registry` takes further collectors).
+    take nothing in any more), `metrics` (its `registry` takes further collectors); its caller may add `reloader` and
+    `rollout`. tracer: closed by whoever made it.
 
-    The tokenizers of all models are loaded before the first request is taken.
+    administered: what stands behind /admin; without it there is none. The tokenizers of all models are loaded before the first request
+    is taken.
     """
     chosen = settings or GatewaySettings()
     metrics = Metrics(version(), dispatcher.models, dispatcher.status, has_old_names=chosen.has_old_metric_names)
+    if tracer is not None:
+        metrics.registry.register(tracer)
     texts = PromptTexts(load_text, chosen.tokeniser_threads)
     maker = CallMaker(chosen, dispatcher.models, texts)
-    shared = Generation(dispatcher, chosen, ApiKeys(chosen.api_keys), maker, RequestIds(), metrics)
+    shared = Generation(dispatcher, chosen, ApiKeys(chosen.api_keys), maker, RequestIds(), metrics, tracer)
     probes = Probes(shared, version())
 
     @asynccontextmanager
@@ -79,7 +110,7 @@ def make_app(
         assert isinstance(error, ApiError)
         metrics.count_refusal(error.reason)
         metrics.count_request("other", error.status)
-        return error_response(error, chosen.retry_after_s)
+        return error_response(error, shared.settings.retry_after_s)
 
     async def failed(request: Request, error: Exception) -> Response:
         return await told(request, internal_error())
@@ -100,13 +131,17 @@ def make_app(
             Route("/metrics", probes.metrics, methods=["GET"]),
             Route("/version", probes.version, methods=["GET"]),
             Route("/openapi.json", probes.openapi, methods=["GET"]),
+            *(Admin(administered, shared).routes if administered is not None else []),
+            *Page().routes,
+            *admin_rollout_routes(shared),
         ],
         exception_handlers={ApiError: told, HTTPException: told, Exception: failed},
         lifespan=lifespan,
     )
-    app.straight = straight
+    app.straight, app.ids = straight, shared.ids
     app.router.redirect_slashes = False
     app.state.generation, app.state.metrics = shared, metrics
+    app.state.reloader = app.state.rollout = None
     return app
 
 
@@ -116,4 +151,7 @@ def _of_http(request: Request, error: HTTPException) -> ApiError:
     if error.status_code == 404:
         message = f"Invalid URL ({request.method} {request.url.path[:200]})"
         return ApiError(404, message, code="unknown_url", reason="not_found", headers=headers)
-    return ApiError(error.status_code, error.detail, reason="not_found" if error.status_code == 405 else "invalid", headers=headers)
+    if error.status_code == 405:
+        message = f"Not allowed to {request.method} on {request.url.path[:200]}"
+        return ApiError(405, message, code="method_not_supported", reason="not_found", headers=headers)
+    return ApiError(error.status_code, error.detail, headers=headers)

@@ -89,17 +89,17 @@ class CallMaker:
     """Understands requests for the models that are served."""
 
     def __init__(self, settings: GatewaySettings, models: Callable[[], Mapping[str, ServedModel]], texts: PromptTexts) -> None:
-        self._settings, self._models, self._texts = settings, models, texts
+        self.settings, self._models, self._texts = settings, models, texts
 
     async def chat(self, received: Received) -> Asked:
         """Raises: ApiError for whatever the caller must change."""
         body, model = self._decoded(received.data, schemas.ChatBody, schemas.ForeignChatBody)
-        if len(body.messages) > self._settings.messages_max:
-            raise invalid(f"'messages' has {len(body.messages)} entries; at most {self._settings.messages_max} are taken.", "messages")
+        if len(body.messages) > self.settings.messages_max:
+            raise invalid(f"'messages' has {len(body.messages)} entries; at most {self.settings.messages_max} are taken.", "messages")
         wanted = self._logprobs(body.top_logprobs or 0, "top_logprobs", model) if body.logprobs else None
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-        raw = schemas.as_mapping(received.data)
+        raw = schemas.as_mapping(received.data, model.is_foreign)
         text = None
         if model.is_foreign:
             tokens = _chars_in(raw["messages"]) // FOREIGN_CHARS_PER_TOKEN + 1
@@ -115,15 +115,15 @@ class CallMaker:
         """Raises: ApiError for whatever the caller must change."""
         body, model = self._decoded(received.data, schemas.CompletionBody, schemas.ForeignCompletionBody)
         sources = _prompts_in(body.prompt)
-        if len(sources) * (body.n or 1) > self._settings.choices_max:
-            raise invalid(f"{len(sources)} prompts × n={body.n or 1} is more than {self._settings.choices_max} answers.", "prompt")
+        if len(sources) * (body.n or 1) > self.settings.choices_max:
+            raise invalid(f"{len(sources)} prompts × n={body.n or 1} is more than {self.settings.choices_max} answers.", "prompt")
         wanted = None if body.logprobs is None else self._logprobs(body.logprobs, "logprobs", model)
         if body.echo and wanted is not None:
             raise ApiError(
                 400, "'echo' together with 'logprobs' is not supported: logprobs of a prompt are not computed.", param="echo",
                 code="unsupported", reason="unsupported",
             )  # fmt: skip
-        raw = schemas.as_mapping(received.data)
+        raw = schemas.as_mapping(received.data, model.is_foreign)
         if model.is_foreign:
             text = None
             prompts = [_foreign_prompt(source, bool(body.echo)) for source in sources]
@@ -153,8 +153,8 @@ class CallMaker:
         return body, model
 
     def _logprobs(self, wanted: int, param: str, model: ServedModel) -> int:
-        if wanted > self._settings.logprobs_max:
-            raise invalid(f"'{param}' must be at most {self._settings.logprobs_max}, got {wanted}.", param)
+        if wanted > self.settings.logprobs_max:
+            raise invalid(f"'{param}' must be at most {self.settings.logprobs_max}, got {wanted}.", param)
         if model.is_foreign:
             raise ApiError(
                 400, "Logprobs are not passed on for this model: another server makes its text.", param="logprobs", code="unsupported",
@@ -217,7 +217,7 @@ class CallMaker:
         """Fields that all calls of a request share, whatever their prompts."""
         headers = received.headers
         class_index = _class_index(body, headers)
-        timeout_s = min(headers.timeout_s or self._settings.request_timeout_s, self._settings.request_timeout_s)
+        timeout_s = min(headers.timeout_s or self.settings.request_timeout_s, self.settings.request_timeout_s)
         return {
             "stop_strings": self._stops(body.stop),
             "class_index": class_index,
@@ -231,8 +231,8 @@ class CallMaker:
 
     def _answers_per_prompt(self, body: schemas.Settings, prompts: int) -> int:
         n = body.n or 1
-        if prompts * n > self._settings.choices_max:
-            raise invalid(f"'n' must be at most {self._settings.choices_max // prompts}, got {n}.", "n")
+        if prompts * n > self.settings.choices_max:
+            raise invalid(f"'n' must be at most {self.settings.choices_max // prompts}, got {n}.", "n")
         if body.best_of is not None and body.best_of != n:
             raise ApiError(
                 400, f"'best_of' other than 'n' is not supported, got best_of={body.best_of} and n={n}.", param="best_of",
@@ -243,7 +243,7 @@ class CallMaker:
     def _max_tokens(self, kind: str, prompt_tokens: int, body: Any, model: ServedModel) -> int:
         """How long an answer may be. Raises: ApiError 400 naming the limit where prompt and answer together cannot be held (K10)."""
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        wanted = limit or (COMPLETION_TOKENS_DEFAULT if kind == "completion" else self._settings.output_tokens_default)
+        wanted = limit or (COMPLETION_TOKENS_DEFAULT if kind == "completion" else self.settings.output_tokens_default)
         if model.tokens_max is not None:
             # a foreign prompt's tokens are a guess, and refuse nothing
             room = model.tokens_max if model.is_foreign else model.tokens_max - prompt_tokens
@@ -257,16 +257,16 @@ class CallMaker:
 
     def _stops(self, stop: str | list[str] | None) -> tuple[str, ...]:
         stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-        if len(stops) > self._settings.stop_strings_max:
-            raise invalid(f"'stop' has {len(stops)} strings; at most {self._settings.stop_strings_max} are taken.", "stop")
+        if len(stops) > self.settings.stop_strings_max:
+            raise invalid(f"'stop' has {len(stops)} strings; at most {self.settings.stop_strings_max} are taken.", "stop")
         for text in stops:
-            if not 0 < len(text) <= self._settings.stop_chars_max:
-                raise invalid(f"A stop string must have 1 to {self._settings.stop_chars_max} characters, got {len(text)}.", "stop")
+            if not 0 < len(text) <= self.settings.stop_chars_max:
+                raise invalid(f"A stop string must have 1 to {self.settings.stop_chars_max} characters, got {len(text)}.", "stop")
         return stops
 
     def _name(self, value: str | None, param: str) -> str | None:
-        if value is not None and len(value) > self._settings.name_chars_max:
-            raise invalid(f"'{param}' must have at most {self._settings.name_chars_max} characters, got {len(value)}.", param)
+        if value is not None and len(value) > self.settings.name_chars_max:
+            raise invalid(f"'{param}' must have at most {self.settings.name_chars_max} characters, got {len(value)}.", param)
         return value or None
 
 

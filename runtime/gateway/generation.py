@@ -9,19 +9,23 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from runtime.calls import Piece, Refusal
-from runtime.gateway.answers import Answer, deadline_passed, error_events
+from runtime.gateway.answers import Answer, Choice, deadline_passed, error_events
 from runtime.gateway.api_keys import ApiKeys
 from runtime.gateway.call_making import Asked, CallMaker, Received, RequestIds
+from runtime.gateway.departure import Watch
 from runtime.gateway.errors import JSON_TYPE, ApiError, from_refusal, internal_error
 from runtime.gateway.interface import Dispatcher
-from runtime.gateway.merging import merged
+from runtime.gateway.merging import close, merged
 from runtime.gateway.metrics import Metrics
 from runtime.gateway.request_headers import RequestHeaders
 from runtime.gateway.settings import GatewaySettings
+from runtime.request_notes import RequestNotes
+from runtime.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 LAST_WORDS_S = 5.0
 """How long a caller that does not read may hold up the event that says its deadline passed."""
+RECENT_MAX = 64
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -42,56 +47,30 @@ class Gone(Exception):
     """The caller left; nobody is there to be told anything."""
 
 
-class Watch:
-    """Looks out, while a task works, for its caller's leaving and for the deadline: either cancels the task."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._task = asyncio.current_task()
-        self._watcher = asyncio.ensure_future(self._look_out())
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_over = False
-        self.has_left = False
-        self.is_late = False
-
-    def set_deadline(self, in_s: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(max(in_s, 0.0), self._expire)
-
-    def stop(self) -> None:
-        """From here on nothing is cancelled any more."""
-        self._is_over = True
-        self._watcher.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def take_back(self) -> None:
-        """The task's cancellation was this watch's, and is dealt with."""
-        assert self._task is not None
-        self._task.uncancel()
-
-    async def _look_out(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.has_left = self._cancel()
-
-    def _expire(self) -> None:
-        self.is_late = self._cancel()
-
-    def _cancel(self) -> bool:
-        """Only the first reason counts."""
-        if self._is_over or self.has_left or self.is_late or self._task is None:
-            return False
-        return self._task.cancel()
-
-
 class Generation:
     """What both endpoints share: who may come in, how many at once, and what is told them."""
 
     def __init__(
-        self, dispatcher: Dispatcher, settings: GatewaySettings, keys: ApiKeys, maker: CallMaker, ids: RequestIds, metrics: Metrics
-    ) -> None:
+        self, dispatcher: Dispatcher, settings: GatewaySettings, keys: ApiKeys, maker: CallMaker, ids: RequestIds, metrics: Metrics,
+        tracer: Tracer | None = None,
+    ) -> None:  # fmt: skip
         self.dispatcher, self.settings, self.keys, self.maker, self.ids, self.metrics = dispatcher, settings, keys, maker, ids, metrics
+        self.tracer = tracer
+        self.recent: deque[RequestNotes] = deque(maxlen=RECENT_MAX)  # the last to end
         self.is_draining = False
+
+    def ended(self, notes: RequestNotes) -> None:
+        """A request came to its end, whatever it was."""
+        notes.ended_s = time.monotonic()
+        self.recent.append(notes)
+        self.metrics.take_notes(notes)
+        if self.tracer is not None:
+            self.tracer.ended(notes)
+
+    def apply(self, settings: GatewaySettings) -> None:
+        """Live by other limits and keys from now on; requests inside are not asked again."""
+        self.settings, self.keys = settings, ApiKeys(settings.api_keys)
+        self.maker.settings = settings
 
     def admit(self, headers: RequestHeaders) -> None:
         """Raises: ApiError for a stranger, a body that says it is too large, or when no more are taken in."""
@@ -128,21 +107,26 @@ class GenerationEndpoint:
         finally:
             metrics.in_flight -= 1
             metrics.body_bytes_in_flight -= exchange.body_bytes
+            self._shared.ended(exchange.notes)
 
 
 class Exchange:
     """One request and its answer."""
 
     def __init__(self, kind: str, shared: Generation, scope: Scope, receive: Receive, send: Send) -> None:
-        self._kind, self._shared, self._receive, self._send = kind, shared, receive, send
+        self._kind, self._shared, self._scope, self._receive, self._send = kind, shared, scope, receive, send
         self._headers = RequestHeaders.of(scope["headers"])
         self._own_id = shared.ids.next()
         self._id_header = (b"x-request-id", (self._headers.request_id or self._own_id).encode())
         self._arrival_s = time.monotonic()
         self._has_text = False
         self._has_started = False
+        self._pending = b""
         self._answer: Answer | None = None
         self.body_bytes = 0
+        self.notes = RequestNotes(self._headers.request_id or self._own_id, kind, self._arrival_s)
+        if shared.tracer is not None:
+            self.notes.trace = shared.tracer.begin(self._headers.values.get(b"traceparent"))
 
     async def run(self, make: Callable[[Received], Awaitable[Asked]]) -> None:
         """To the end, whatever it is; raises only what cancels the server's own tasks."""
@@ -151,10 +135,11 @@ class Exchange:
         try:
             self._shared.admit(self._headers)
             data = await self._read_body()
-            watch = Watch(self._receive)
+            watch = Watch(self._scope, self._receive)
             asked = await make(Received(data, self._headers, self._own_id, self._arrival_s))
             del data  # it is not kept while the answer is made
-            self._shared.metrics.prompt_making.add(time.monotonic() - self._arrival_s)
+            self._note_asked(asked)
+            self._shared.metrics.prompt_making.add(self.notes.prompt_made_s - self._arrival_s)
             watch.set_deadline(asked.calls[0].deadline_s - time.monotonic() + self._shared.settings.deadline_grace_s)
             await self._serve(asked, watch)
         except Gone:
@@ -182,6 +167,15 @@ class Exchange:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):
                     await self._tell(error)
+
+    def _note_asked(self, asked: Asked) -> None:
+        notes, first = self.notes, asked.calls[0]
+        notes.prompt_made_s, notes.is_stream = time.monotonic(), asked.is_stream
+        notes.model, notes.class_index = asked.model, first.class_index
+        notes.calls = [call.notes for call in asked.calls]
+        notes.prompt_tokens = sum(prompt.tokens for prompt in asked.prompts)
+        for call in notes.calls:
+            call.trace = notes.trace
 
     async def _read_body(self) -> bytes:
         """Raises: ApiError 413 for too many bytes, 429 when all together are too many, 408 when they do not come."""
@@ -223,58 +217,56 @@ class Exchange:
     async def _serve(self, asked: Asked, watch: Watch) -> None:
         answer = self._answer = Answer(asked)
         self._gaps = self._shared.metrics.of_model(asked.model).gap[asked.calls[0].class_index]
-        pieces = merged(asked.calls, self._shared.dispatcher.run)
-        try:
-            if asked.is_stream:
-                await self._stream(answer, pieces, watch)
-            else:
-                await self._collect(answer, pieces, watch)
-        finally:
-            await pieces.aclose()
-
-    async def _collect(self, answer: Answer, pieces: AsyncGenerator[tuple[int, Piece], None], watch: Watch) -> None:
-        async for place, piece in pieces:
-            if answer.choices[place].finish_reason is None:  # a backend's afterthought is not shown
-                self._take(answer, place, piece, is_kept=True)
+        if len(asked.calls) == 1:  # nearly all requests
+            pieces = self._shared.dispatcher.run(asked.calls[0])
+            try:
+                async for piece in pieces:
+                    await self._show(answer, 0, piece)
+            finally:
+                await close(pieces)
+        else:
+            of_all = merged(asked.calls, self._shared.dispatcher.run)
+            try:
+                async for place, piece in of_all:
+                    await self._show(answer, place, piece)
+            finally:
+                await of_all.aclose()
         self._check_whole(answer)
-        body = answer.json()
+        last = self._pending + answer.last_events() if asked.is_stream else answer.json()
         watch.stop()
         self._count_answer(answer)
-        await self._start(200, [JSON_TYPE, (b"content-length", b"%d" % len(body))])
-        await self._send({"type": "http.response.body", "body": body})
+        if not asked.is_stream:
+            await self._start(200, [JSON_TYPE, (b"content-length", b"%d" % len(last))])
+        await self._send({"type": "http.response.body", "body": last})
 
-    async def _stream(self, answer: Answer, pieces: AsyncGenerator[tuple[int, Piece], None], watch: Watch) -> None:
-        """The status waits for the first piece: until then a refusal is an answer of its own."""
-        pending = b""
-        open_choices = len(answer.choices)
-        async for place, piece in pieces:
-            if answer.choices[place].finish_reason is not None:  # a backend's afterthought is not shown
-                continue
-            self._take(answer, place, piece, is_kept=False)
-            if piece.finish_reason is not None:
-                open_choices -= 1
-            pending += answer.events(place, piece)
-            if not self._has_started:
-                await self._start(200, STREAM_HEADERS)
-            if pending and open_choices:  # the last piece goes out together with what ends the stream
-                data, pending = pending, b""
-                await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self._check_whole(answer)
-        watch.stop()
-        self._count_answer(answer)
-        await self._send({"type": "http.response.body", "body": pending + answer.last_events()})
-
-    def _take(self, answer: Answer, place: int, piece: Piece, is_kept: bool) -> None:
+    async def _show(self, answer: Answer, place: int, piece: Piece) -> None:
+        """Take a piece in, and send what it adds to a stream. The status waits for the first piece, since until then a refusal is an answer
+        of its own. The last piece goes out together with what ends the stream."""
         choice = answer.choices[place]
+        if choice.finish_reason is not None:  # a backend's afterthought is not shown
+            return
+        is_stream = answer.asked.is_stream
+        self._take(answer, choice, piece, is_kept=not is_stream)
+        if not is_stream:
+            return
+        self._pending += answer.events(place, piece)
+        if not self._has_started:
+            await self._start(200, STREAM_HEADERS)
+        if self._pending and (piece.finish_reason is None or any(choice.finish_reason is None for choice in answer.choices)):
+            data, self._pending = self._pending, b""
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def _take(self, answer: Answer, choice: Choice, piece: Piece, is_kept: bool) -> None:
         choice.take(piece, is_kept)
         if piece.token is None and not piece.text:
             return
         now_s = time.monotonic()
         if choice.last_token_s is not None:
-            self._gaps.add(now_s - choice.last_token_s)
+            self._gaps.add(now_s - choice.last_token_s, piece.tokens)
         choice.last_token_s = now_s
         if not self._has_text and (piece.text or piece.logprobs is not None):
             self._has_text = True
+            self.notes.first_text_s = now_s
             asked = answer.asked
             self._shared.metrics.of_model(asked.model).ttft[asked.calls[0].class_index].add(now_s - self._arrival_s)
 
@@ -285,12 +277,14 @@ class Exchange:
 
     async def _start(self, status: int, headers: Any) -> None:
         self._has_started = True
+        self.notes.status = status
         self._shared.metrics.count_request(self._kind, status)
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, self._id_header]})
 
     async def _tell(self, error: ApiError) -> None:
         metrics = self._shared.metrics
         metrics.count_refusal(error.reason)
+        self.notes.error = error.reason
         self._count_end("error")
         if self._has_started:
             metrics.broken_streams += 1
@@ -303,6 +297,7 @@ class Exchange:
 
     def _count_departure(self) -> None:
         self._shared.metrics.departures += 1
+        self.notes.error = "departed"
         self._count_end("abort")
 
     def _count_end(self, how: str) -> None:
@@ -310,13 +305,17 @@ class Exchange:
         if self._answer is not None:
             counts = self._shared.metrics.of_model(self._answer.asked.model)
             counts.finished[how] += 1
-            counts.output_tokens += sum(choice.tokens_made for choice in self._answer.choices)
+            self.notes.output_tokens = sum(choice.tokens_made for choice in self._answer.choices)
+            counts.output_tokens += self.notes.output_tokens
 
     def _count_answer(self, answer: Answer) -> None:
         counts = self._shared.metrics.of_model(answer.asked.model)
         usage = answer.usage()
         counts.prompt_tokens += usage["prompt_tokens"]
         counts.output_tokens += usage["completion_tokens"]
+        notes = self.notes
+        notes.prompt_tokens, notes.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        notes.finish_reasons = tuple(choice.finish_reason or "" for choice in answer.choices)
         counts.prompt_spread.add(usage["prompt_tokens"])
         counts.output_spread.add(usage["completion_tokens"])
         for choice in answer.choices:

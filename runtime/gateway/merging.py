@@ -20,14 +20,6 @@ async def close(iterator: AsyncIterator[Any]) -> None:
 
 async def merged(calls: Sequence[Call], run: Callable[[Call], AsyncIterator[Piece]]) -> AsyncGenerator[tuple[int, Piece], None]:
     """(place of the call, piece) until every call has ended. The first error ends all and is raised."""
-    if len(calls) == 1:
-        pieces = run(calls[0])
-        try:
-            async for piece in pieces:
-                yield 0, piece
-        finally:
-            await close(pieces)
-        return
     ahead: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue(PIECES_AHEAD_MAX)
 
     async def read(place: int, call: Call) -> None:

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from envs.domain.requests import SERVICE_CLASSES
 from runtime.calls import REFUSAL_STATUS
 from runtime.gateway.interface import GroupStatus, ServedModel
+from runtime.request_notes import RequestNotes
 
 REASONS = frozenset(
     (*REFUSAL_STATUS, "unauthorised", "too_large", "too_slow", "answer_cut", "answer_ended_early", "internal_error", "not_found")
@@ -43,9 +44,12 @@ class Spread:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def add(self, value: float) -> None:
+    def add(self, value: float, together: int = 1) -> None:
+        """together: so many values, all but the first 0."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+        if together > 1:
+            self.counts[0] += together - 1
 
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, how many up to it), as Prometheus wants them."""
@@ -66,6 +70,10 @@ class ModelCounts:
     ttft: tuple[Spread, ...] = field(default_factory=lambda: tuple(Spread(TTFT_BOUNDS_S) for _ in SERVICE_CLASSES))
     gap: tuple[Spread, ...] = field(default_factory=lambda: tuple(Spread(GAP_BOUNDS_S) for _ in SERVICE_CLASSES))
     e2e: tuple[Spread, ...] = field(default_factory=lambda: tuple(Spread(E2E_BOUNDS_S) for _ in SERVICE_CLASSES))
+    queue: Spread = field(default_factory=lambda: Spread(E2E_BOUNDS_S))
+    prefill: Spread = field(default_factory=lambda: Spread(E2E_BOUNDS_S))
+    decode: Spread = field(default_factory=lambda: Spread(E2E_BOUNDS_S))
+    inference: Spread = field(default_factory=lambda: Spread(E2E_BOUNDS_S))
     prompt_spread: Spread = field(default_factory=lambda: Spread(TOKEN_BOUNDS))
     output_spread: Spread = field(default_factory=lambda: Spread(TOKEN_BOUNDS))
 
@@ -108,6 +116,18 @@ class Metrics(Collector):
 
     def count_refusal(self, reason: str) -> None:
         self.refusals[reason if reason in REASONS else "other"] += 1
+
+    def take_notes(self, notes: RequestNotes) -> None:
+        """Where the time of a request's answers went, as their groups told it; of those that failed in one, the last attempt's."""
+        for call in notes.calls:
+            times = call.attempts[-1].times if call.attempts else None
+            if times is not None:
+                counts = self.of_model(notes.model)
+                held_s = sum(attempt.placed_s - attempt.asked_s for attempt in call.attempts)
+                counts.queue.add(held_s + times.queue_s)
+                counts.prefill.add(times.prefill_s)
+                counts.decode.add(times.decode_s)
+                counts.inference.add(times.prefill_s + times.decode_s)
 
     def page(self) -> bytes:
         return generate_latest(self.registry)
@@ -190,6 +210,13 @@ class Metrics(Collector):
             ("vllm:e2e_request_latency_seconds", "Arrival to last token.", "e2e"),
         ):
             yield _histogram(name, said, names, [((m, "gateway"), _sum(getattr(c, which))) for m, c in counts])
+        for part, said in (
+            ("queue", "Waiting for a group, and in one."),
+            ("prefill", "Admission to first token."),
+            ("decode", "First token to last."),
+            ("inference", "Admission to last token."),
+        ):
+            yield _histogram(f"vllm:request_{part}_time_seconds", said, names, [((m, "gateway"), getattr(c, part)) for m, c in counts])
         yield _histogram(
             "vllm:request_prompt_tokens", "Prompt tokens of a request.", names, [((m, "gateway"), c.prompt_spread) for m, c in counts]
         )

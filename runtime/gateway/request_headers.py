@@ -11,7 +11,7 @@ from runtime.gateway.errors import invalid
 WANTED = frozenset(
     (
         b"authorization", b"content-length", b"x-request-id", b"x-priority", b"x-service-class", b"x-session-id", b"x-user-id",
-        b"x-request-timeout-s",
+        b"x-request-timeout-s", b"traceparent",
     )
 )  # fmt: skip
 REQUEST_ID_CHARS_MAX = 128

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from runtime.gateway.departure import DEPARTURE, Departure
 from runtime.gateway.errors import ApiError
 
 HEAD_BYTES_MAX = 64 * 1024
@@ -26,29 +27,29 @@ DESCRIPTORS_WANTED = 65_536
 """Each stream has a socket, and so has its backend's side; the usual soft limit is 1,024."""
 
 
-class HeldHead:
-    """One answer's transport: its head leaves together with the first of its body, in one segment and one system call."""
+class GatheredWrites:
+    """One answer's transport: what is written within one turn of the event loop leaves in one segment and one system call, the head with
+    the first of the body."""
 
-    __slots__ = ("_head", "_is_begun", "_transport")
+    __slots__ = ("_loop", "_parts", "_transport")
 
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._head = b""
-        self._is_begun = False
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
 
     def write(self, data: bytes) -> None:
-        if self._is_begun:
-            if self._head:
-                data, self._head = self._head + data, b""
-            self._transport.write(data)
-        elif data.startswith(b"HTTP/1.1 100"):  # "100 Continue" is no head: it is waited for
-            self._transport.write(data)
-        else:
-            self._is_begun, self._head = True, data
+        if not self._parts:
+            self._loop.call_soon(self.flush)
+        self._parts.append(data)
+
+    def flush(self) -> None:
+        parts = self._parts
+        if parts:
+            self._parts = []
+            self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def close(self) -> None:
-        if self._head:
-            self._transport.write(self._head)
+        self.flush()
         self._transport.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -61,6 +62,8 @@ class BoundedHttp(HttpToolsProtocol):
     _head_bytes = 0
     _is_in_head = False
     _head_timer: asyncio.TimerHandle | None = None
+    _writes: GatheredWrites | None = None
+    _departure: Departure | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -73,6 +76,9 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
         super().connection_lost(exc)
+        departure, self._departure = self._departure, None
+        if departure is not None:
+            departure.happen()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -93,9 +99,17 @@ class BoundedHttp(HttpToolsProtocol):
             self._await_head()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        if cycle.scope["method"] != "HEAD":  # nothing follows the head of such an answer
-            cycle.transport = HeldHead(cycle.transport)  # type: ignore[assignment]
+        self._writes = GatheredWrites(cycle.transport, self.loop)
+        cycle.transport = self._writes  # type: ignore[assignment]
+        self._departure = cycle.scope[DEPARTURE] = Departure()  # type: ignore[literal-required]
         super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        self._departure = None
+        if self._writes is not None:
+            self._writes.flush()
+            self._writes = None
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, msg))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 API_KEYS_MAX = 64
+FIXED = ("tokeniser_threads", "has_old_metric_names")
+"""Settings that hold for the life of a gateway."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FIXED = ("limit_multiplier", "head_start_s", "class_timeout_fraction", "class_timeout_limits")
+"""Settings that hold for the life of a dispatcher: what it has learnt and queued rests on them."""
+
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:

@@ -20,13 +20,17 @@ import numpy as np
 from agents.heuristics import make as make_heuristic
 from envs.decision import predictor as P
 from envs.decision.circuit_breaker import BreakerPanel, BreakerSettings, ClassBreaker, Outcome, ProbeLease, State
+from envs.decision.class_experience import ClassExperience
 from envs.decision.class_timeouts import ClassTimeouts
+from envs.decision.length_estimator import LengthEstimator
 from envs.decision.retry_budget import RetryBudget
-from envs.domain.commands import CommandKind
+from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot
-from runtime.backends.interface import NOTHING, Backend, BackendBusy, BackendError, BackendFault, BadCall, Begun
+from runtime.backends.interface import NOTHING, Backend, BackendBusy, BackendError, BackendFault, BadCall, Begun, GivenBack
 from runtime.calls import Call, Piece, Refusal
+from runtime.request_notes import AttemptNotes
+from runtime.scheduling.call_ledger import CallLedger
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.group_keeper import GroupKeeper
 from runtime.scheduling.held_calls import HeldCalls
@@ -34,6 +38,7 @@ from runtime.scheduling.in_flight import Flight
 from runtime.scheduling.online_scheduler import Decided, OnlineScheduler, Question
 from runtime.scheduling.policy_guard import PolicyGuard
 from runtime.scheduling.prefix_memory import PrefixMemory, block_keys
+from runtime.scheduling.served_plans import ServedPlans
 from runtime.scheduling.stream_pace import StreamPace
 from runtime.scheduling.stream_watch import StreamWatch
 from runtime.scheduling.telemetry import Telemetry
@@ -56,6 +61,7 @@ class _Attempt:
     expected_s: tuple[float, float] | None
     lease: ProbeLease | None
     declared_gap_s: float  # what its declared hardware takes for a token, 0 where nobody has predicted it
+    notes: AttemptNotes
     first_s: float = math.nan
     last_s: float = math.nan
 
@@ -86,10 +92,13 @@ class Dispatcher:
         self.panel = BreakerPanel(len(self.backends), now_s=now_s, settings=breaker_settings, rng=breaker_rng)
         self.class_breaker = ClassBreaker([chosen.class_timeout_fraction] * len(SERVICE_CLASSES), now_s=now_s, rng=class_rng)
         self.retries = RetryBudget(attempts_max=chosen.attempts_max)
+        self._heuristic_rng = heuristic_rng
         heuristic = make_heuristic("route", chosen.heuristic, heuristic_rng)
         self.scheduler = OnlineScheduler(self.view, lambda: telemetry.experience.tables, heuristic, guard, now_s)
+        self.ledger = CallLedger(now_s)
         self.counts: Counter[str] = Counter()
         self.served = np.zeros(len(self.backends), np.int64)  # attempts by group
+        self.engine_counts = np.zeros((len(self.backends), 3), np.int64)  # preemptions, prompt tokens looked up and found in a prefix cache
         self.in_flight = 0
         self.is_draining = False
         self._next_id = 0
@@ -98,9 +107,21 @@ class Dispatcher:
         self._was_busy: set[int] = set()
         self.prefixes = PrefixMemory(np.array([backend.keeps_prefixes for backend in self.backends], np.bool_))
         self.held_calls = HeldCalls()
-        self.groups = GroupKeeper(self.backends, telemetry, self.panel, self.prefixes, self.held_calls, chosen, self.counts, now_s)
+        self.plans = ServedPlans(telemetry, now_s)
+        self.groups = GroupKeeper(
+            self.backends, telemetry, self.panel, self.prefixes, self.held_calls, chosen, self.counts, now_s, self.plans
+        )
 
     # --- life ---------------------------------------------------------------------------------------------------------------
+
+    def load_kernels(self) -> None:
+        """Make a decision of nobody's and drop it, so that no caller waits for the compiled code to be loaded (a second)."""
+        count = len(self.backends)
+        request = Request(0, self._now_s(), 128, 0)
+        question = Question(request, np.ones(count, np.bool_), frozenset(), True, np.zeros(count, np.int64))
+        self.scheduler.rehearse(question)
+        ClassExperience(1).observe(0.0, 0, 0, (1.0, 1.0), (1.0, 1.0))  # what an answer's end will want
+        LengthEstimator().observe(0, 1)
 
     async def start(self) -> None:
         """Start every group that is not parked; returns when one can serve. The others are waited for and kept up beside."""
@@ -112,6 +133,13 @@ class Dispatcher:
         await self.groups.close()
         if self.scheduler.guard is not None:
             await self.scheduler.guard.client.close()
+
+    def apply(self, settings: DispatchSettings) -> None:
+        """Live by other limits from now on; calls under way keep the deadlines they have. Those of `FIXED` are the old ones'."""
+        if settings.heuristic != self.settings.heuristic:
+            self.scheduler.heuristic = make_heuristic("route", settings.heuristic, self._heuristic_rng)
+        self.settings = self.groups.settings = settings
+        self.retries.attempts_max = settings.attempts_max
 
     async def drain(self, deadline_s: float) -> bool:
         """Take no new calls, wait for those inside; whether all came to their end within `deadline_s`."""
@@ -148,7 +176,9 @@ class Dispatcher:
             request, lease = self._admit(call)
         except Refusal as refusal:
             self.counts[f"refused_{refusal.reason}"] += 1
+            self.ledger.turned_away(call, refusal.reason)
             raise
+        self.ledger.open(call, request)
         has_timed_out: bool | None = None
         self.in_flight += 1
         try:
@@ -160,9 +190,11 @@ class Dispatcher:
         except Refusal as refusal:
             has_timed_out = True if refusal.reason in ("deadline", "attempts_spent") else has_timed_out
             self.counts[f"refused_{refusal.reason}"] += 1
+            self.ledger.refused(request.request_id, refusal.reason)
             raise
         finally:
             self.in_flight -= 1
+            self.ledger.close(request.request_id)
             if has_timed_out is not None:
                 self.class_breaker.record(request.class_index, has_timed_out, began_s=request.arrival_s, lease=lease)
             elif lease is not None:
@@ -186,7 +218,7 @@ class Dispatcher:
             raise _refusal("draining", "the service is shutting down", 1.0)
         if self.in_flight >= self.settings.in_flight_max:
             raise _refusal("queue_full", f"{self.in_flight} calls are being served; at most that many", 1.0)
-        if not self.groups.alive().any():
+        if not self.groups.any_alive():
             raise _refusal("no_capacity", "no group can serve now", self._retry_after_s())
         admission = self.class_breaker.admit(call.class_index)
         if not admission.is_allowed:
@@ -208,12 +240,16 @@ class Dispatcher:
 
     async def _serve(self, call: Call, request: Request) -> AsyncIterator[Piece]:
         sent, failed, attempts, is_retry, is_counted = _Sent(), set[int](), 0, False, True
+        back: GivenBack | None = None
         self.retries.start_request()
         try:
             while True:
                 begun = sent.begun()
-                attempt = await self._place(call, request, begun, frozenset(failed))
-                attempts += 1
+                if back is None or (attempt := await self._go_on_at(back, call, request, begun)) is None:
+                    attempt = await self._place(call, request, begun, frozenset(failed))
+                elif back.copy_s is not None:
+                    begun = replace(begun, kv_tokens=call.prompt_tokens + begun.pieces)
+                attempts, back = attempts + 1, None
                 try:
                     async with aclosing(self._attempt(call, begun, attempt)) as pieces:
                         async for piece in pieces:
@@ -233,6 +269,9 @@ class Dispatcher:
                     if self._now_s() - request.arrival_s > self.settings.hold_max_s + after_s:
                         raise _refusal("queue_full", f"every group is busy: {busy}", after_s) from busy
                     continue
+                except GivenBack as given:  # by command, or since its pool shrank: nobody's fault, and no try
+                    self.counts["given_back"] += 1
+                    attempts, back = attempts - 1, given
                 except BadCall as error:
                     raise Refusal(error.reason, str(error), status=error.status) from error
                 except (BackendFault, _Lost) as error:
@@ -248,6 +287,22 @@ class Dispatcher:
             if is_counted:
                 self.retries.finish(is_retry)
 
+    async def _go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> _Attempt | None:
+        """An attempt at the group that a moved call was promised, its KV copied if that was the cheaper way; None where it takes no
+        calls."""
+        asked_s = self._now_s()
+        if back.copy_s:
+            await asyncio.sleep(min(back.copy_s, max(0.0, call.deadline_s - self._now_s())))
+        g = back.target
+        if (
+            g is None
+            or not (self.view().accepts[g] and self._fits(call)[g])
+            or (begun.pieces and not self.backends[g].continues(call, begun))
+        ):
+            return None
+        self.prefixes.remember(g, block_keys(call.prompt_ids), int(self.telemetry.kv_tokens[g]))
+        return self._book(call, request, begun, Decided(Command(CommandKind.ROUTE, g), "moved", "", None, 0.0), asked_s)
+
     async def _await_retry(self, attempts: int, call: Call, reason: str) -> None:
         """Until the budget has room for one more retry. Raises: Refusal."""
         end_s = min(self._now_s() + self.settings.retry_wait_s, call.deadline_s)
@@ -259,13 +314,14 @@ class Dispatcher:
 
     async def _place(self, call: Call, request: Request, begun: Begun, failed: frozenset[int]) -> _Attempt:
         """Ask where the call goes, and hold it until somebody takes it. Raises: Refusal."""
-        hold_until_s = min(self._now_s() + self.settings.hold_max_s, call.deadline_s)
+        asked_s = self._now_s()
+        hold_until_s = min(asked_s + self.settings.hold_max_s, call.deadline_s)
         keys = block_keys(call.prompt_ids)
         placed: list[_Attempt] = []
 
         def reserve(decided: Decided) -> None:
             if decided.command.kind is CommandKind.ROUTE:
-                placed.append(self._book(call, request, begun, decided))
+                placed.append(self._book(call, request, begun, decided, asked_s))
 
         while True:
             fits, excluded = self._fits(call), self._excluded(call, begun, failed)
@@ -275,6 +331,7 @@ class Dispatcher:
             if placed:
                 g = placed[0].group_index
                 self.prefixes.remember(g, keys, int(self.telemetry.kv_tokens[g]))
+                self.ledger.placed(request.request_id, decided, keys)
                 return placed[0]
             alive = self.groups.alive() & fits
             alive[list(excluded)] = False
@@ -293,6 +350,8 @@ class Dispatcher:
 
     def _excluded(self, call: Call, begun: Begun, failed: frozenset[int]) -> frozenset[int]:
         """Groups that may not take the call (on): those that failed it, unless no other one lives, and those that cannot go on exactly."""
+        if not failed and not begun.pieces:
+            return failed
         alive = self.groups.alive()
         stuck = frozenset(g for g in failed if alive[[i for i in range(len(alive)) if i not in failed]].any() or not alive[g])
         if not begun.pieces:
@@ -302,7 +361,7 @@ class Dispatcher:
             raise Refusal("stream_lost", "the stream was lost and cannot go on exactly where it stopped", status=502)
         return stuck | cannot
 
-    def _book(self, call: Call, request: Request, begun: Begun, decided: Decided) -> _Attempt:
+    def _book(self, call: Call, request: Request, begun: Begun, decided: Decided, asked_s: float) -> _Attempt:
         """The reservation: from now on every decision sees the call in its group."""
         g, now_s = decided.command.group_index, self._now_s()
         key = P.queue_key(request.arrival_s, request.class_index, self.settings.head_start_s)
@@ -311,33 +370,41 @@ class Dispatcher:
         lease = breaker.try_probe() if breaker.state is State.HALF_OPEN else None
         self.served[g] += 1
         declared_gap_s = decided.expected_s[1] / decided.pace if decided.expected_s is not None else 0.0
-        return _Attempt(flight, g, now_s, decided.expected_s, lease, declared_gap_s)
+        noted = AttemptNotes(self.backends[g].name, decided.source, decided.cause, asked_s, now_s, decided.expected_s)
+        return _Attempt(flight, g, now_s, decided.expected_s, lease, declared_gap_s, call.notes.begin(noted))
 
     async def _attempt(self, call: Call, begun: Begun, attempt: _Attempt) -> AsyncIterator[Piece]:
         """Pieces of one attempt, its deadlines kept and its outcome told to the breaker. Raises: BackendError, _Lost, Refusal."""
         g, backend = attempt.group_index, self.backends[attempt.group_index]
         outcome, reason, generated, finished = Outcome.NEUTRAL, "", begun.pieces, False
         watch = StreamWatch(self._now_s)
+        attempt.flight.recall = watch.interrupt
         try:
             async with aclosing(backend.submit(call, begun)) as pieces:
                 while not finished:
                     piece = await self._next_piece(pieces, call, attempt, watch)
                     if piece.index < generated and piece.token is not None:
                         raise _Lost(f"{backend.name} sent token {piece.index} again")
-                    generated = max(generated, piece.index + (piece.token is not None or bool(piece.text)))
+                    generated = max(generated, piece.index + piece.tokens)
                     self._note_piece(attempt, generated)
                     if piece.finish_reason == "error":
                         raise _Lost(f"{backend.name}: its engine gave the call up")
                     finished = piece.finish_reason is not None
+                    if finished:
+                        attempt.notes.times = piece.times
                     yield piece
             outcome = Outcome.OK
         except BackendBusy as busy:
             self.panel.breakers[g].record_backpressure(max(0.0, busy.retry_after_s), attempt.lease)
             self._was_busy.add(g)
             attempt.lease = None
+            attempt.notes.outcome = "busy"
             raise
         except (BackendFault, _Lost) as error:
             outcome, reason = Outcome.FAULT, str(error)
+            raise
+        except GivenBack:
+            attempt.notes.outcome = "moved"
             raise
         except BadCall:
             raise
@@ -395,7 +462,13 @@ class Dispatcher:
     def _end_attempt(self, attempt: _Attempt, outcome: Outcome, reason: str, generated: int) -> None:
         now_s, g, flight = self._now_s(), attempt.group_index, attempt.flight
         self.telemetry.flights.remove(flight)
+        self.ledger.attempt_ended(flight.request.request_id, attempt.first_s, attempt.last_s, generated, outcome is Outcome.OK)
         took_s, expected_s = now_s - attempt.began_s, math.inf
+        notes = attempt.notes
+        notes.first_s, notes.last_s, notes.ended_s, notes.tokens = attempt.first_s, attempt.last_s, now_s, generated - flight.started
+        notes.outcome, notes.reason = notes.outcome or outcome.name.lower(), reason
+        if notes.times is not None and notes.times.hit_tokens is not None:
+            self.engine_counts[g] += (notes.times.preemptions or 0, flight.request.prompt_tokens, notes.times.hit_tokens)
         if outcome is Outcome.OK and not flight.started:
             request = flight.request
             seen_s = (attempt.first_s - request.arrival_s, (attempt.last_s - attempt.first_s) / max(1, generated - 1))
@@ -422,7 +495,7 @@ class _Sent:
         if piece.token is not None:
             self.tokens.append(piece.token)
         self.text.append(piece.text)
-        self.pieces += piece.token is not None or bool(piece.text)
+        self.pieces += piece.tokens
 
     def begun(self) -> Begun:
         return Begun(tuple(self.tokens), "".join(self.text), self.pieces) if self.pieces else NOTHING

@@ -12,10 +12,11 @@ import numpy as np
 
 from envs.decision.circuit_breaker import BreakerPanel, Outcome
 from envs.domain.snapshot import BoolArray
-from runtime.backends.interface import Backend
+from runtime.backends.interface import Backend, BackendFault
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.held_calls import HeldCalls
 from runtime.scheduling.prefix_memory import PrefixMemory
+from runtime.scheduling.served_plans import ServedPlans
 from runtime.scheduling.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -34,25 +35,54 @@ class GroupKeeper:
         settings: DispatchSettings,
         counts: Counter[str],
         now_s: Callable[[], float],
+        plans: ServedPlans,
     ) -> None:
         self._backends, self._telemetry, self._panel, self._prefixes = backends, telemetry, panel, prefixes
-        self._held, self._settings, self._counts, self._now_s = held, settings, counts, now_s
+        self._held, self.settings, self._counts, self._now_s = held, settings, counts, now_s
+        self._plans = plans
         self._tasks: list[asyncio.Task[None]] = []
+        self._keepers: dict[int, asyncio.Task[None]] = {}
+        self._started = asyncio.Event()
         self._probing: dict[int, asyncio.Task[None]] = {}
-        self._is_up = np.zeros(len(backends), np.bool_)
+        self._is_up = [False] * len(backends)
         self._last_token_s = np.full(len(backends), -math.inf)
 
     async def start(self) -> None:
         """Start every group that is not parked; returns when one can serve. The others are waited for and kept up beside."""
-        started = asyncio.Event()
         for backend in self._backends:
             if not self._telemetry.is_parked[backend.group_index]:
-                self._tasks.append(asyncio.create_task(self._keep(backend, started), name=f"keeper-{backend.name}"))
+                self.start_group(backend.group_index, warms_up=False)
         self._tasks.append(asyncio.create_task(self._watch(), name="telemetry-watch"))
-        await started.wait()
+        await self._started.wait()
+
+    def start_group(self, g: int, warms_up: bool = True) -> None:
+        """Start group `g` and keep it up. warms_up: it counts as up only once it has made a token."""
+        if g not in self._keepers:
+            backend = self._backends[g]
+            self._keepers[g] = asyncio.create_task(self._keep(backend, warms_up), name=f"keeper-{backend.name}")
+
+    async def stop_group(self, g: int) -> None:
+        """Let group `g` go; whoever is inside is lost there."""
+        self._is_up[g] = False
+        keeper = self._keepers.pop(g, None)
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        await self._backends[g].close()
+        self._forget(g)
+
+    def _forget(self, g: int) -> None:
+        """Another process stands behind group `g`, or none: what was known of the last one's inside is void."""
+        self._telemetry.forget(g)
+        self._prefixes.forget(g)
+        self._plans.forget(g)
+
+    def take_report_now(self, g: int) -> None:
+        """Something changed in group `g`: hear it at once."""
+        self._take_report(self._backends[g])
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *self._probing.values()]
+        tasks = [*self._tasks, *self._keepers.values(), *self._probing.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -60,7 +90,10 @@ class GroupKeeper:
 
     def alive(self) -> BoolArray:
         """Groups that are started and whose process is not known to be gone, shape (groups,)."""
-        return self._is_up & np.fromiter((backend.is_alive for backend in self._backends), np.bool_, len(self._backends))
+        return np.array([up and backend.is_alive for up, backend in zip(self._is_up, self._backends, strict=True)], np.bool_)
+
+    def any_alive(self) -> bool:
+        return any(up and backend.is_alive for up, backend in zip(self._is_up, self._backends, strict=True))
 
     def token_made(self, g: int, now_s: float) -> None:
         """Group `g` gave somebody a token."""
@@ -69,12 +102,12 @@ class GroupKeeper:
     async def is_ready(self) -> bool:
         """Whether a token can really be made: one was, lately, or a probe makes one (K22)."""
         alive = self.alive()
-        recent = self._now_s() - self._last_token_s < self._settings.ready_within_s
+        recent = self._now_s() - self._last_token_s < self.settings.ready_within_s
         if (alive & recent).any():
             return True
         probes = [asyncio.ensure_future(self._backends[g].probe()) for g in np.flatnonzero(alive).tolist()]
         try:
-            for done in asyncio.as_completed(probes, timeout=self._settings.ready_within_s):
+            for done in asyncio.as_completed(probes, timeout=self.settings.ready_within_s):
                 if await done:
                     return True
         except TimeoutError:
@@ -85,23 +118,24 @@ class GroupKeeper:
             await asyncio.gather(*probes, return_exceptions=True)
         return False
 
-    async def _keep(self, backend: Backend, started: asyncio.Event) -> None:
+    async def _keep(self, backend: Backend, warms_up: bool) -> None:
         """Start a group, watch that its process lives, start it again; its breaker is forced open while it is gone."""
-        g, wait_s = backend.group_index, self._settings.restart_s
+        g, wait_s = backend.group_index, self.settings.restart_s
         while True:
             try:
                 await backend.start()
+                if warms_up and not await backend.probe():
+                    raise BackendFault(f"{backend.name}: made no token")
             except Exception as error:  # whatever it was, the others serve on
                 logger.warning("group not started group=%s reason=%s", backend.name, error)
                 self._panel.breakers[g].force_open(f"not started: {error}")
                 await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, self._settings.restart_max_s)
+                wait_s = min(2 * wait_s, self.settings.restart_max_s)
                 continue
-            self._telemetry.forget(g)
-            self._prefixes.forget(g)
+            self._forget(g)
             self._is_up[g] = True
             self._panel.breakers[g].revive()
-            started.set()
+            self._started.set()
             self._held.ring()
             began_s = self._now_s()
             while backend.is_alive:
@@ -112,26 +146,30 @@ class GroupKeeper:
             self._counts["groups_lost"] += 1
             self._held.ring()
             if self._now_s() - began_s > 60.0:
-                wait_s = self._settings.restart_s
+                wait_s = self.settings.restart_s
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, self._settings.restart_max_s)
+            wait_s = min(2 * wait_s, self.settings.restart_max_s)
 
     async def _watch(self) -> None:
         """Hand reports to the telemetry, and let held calls ask again when a breaker's time has come."""
         while True:
-            await asyncio.sleep(self._settings.report_period_s)
+            await asyncio.sleep(self.settings.report_period_s)
             for backend in self._backends:
-                try:
-                    report = backend.report()
-                    if report is not None:
-                        self._telemetry.take_report(backend.group_index, report)
-                except Exception as error:  # one group's nonsense must not blind us to the others
-                    self._counts["bad_reports"] += 1
-                    logger.error("report not understood group=%s reason=%s: %s", backend.name, type(error).__name__, error)
+                self._take_report(backend)
             for g in self._panel.due_probes().tolist():
                 self._probe_half_open(g)
             if self._held.count:
                 self._held.ring()
+
+    def _take_report(self, backend: Backend) -> None:
+        try:
+            report = backend.report()
+            if report is not None:
+                self._telemetry.take_report(backend.group_index, report)
+                self._plans.take_report(backend.group_index, report)
+        except Exception as error:  # one group's nonsense must not blind us to the others
+            self._counts["bad_reports"] += 1
+            logger.error("report not understood group=%s reason=%s: %s", backend.name, type(error).__name__, error)
 
     def _probe_half_open(self, g: int) -> None:
         """A group on its way back is asked for a token of nobody's, so that its return does not hang on a scheduler's taste (K13)."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from envs.domain.requests import Request
 from envs.domain.snapshot import Residents
 from envs.group_kernel import reading as R
-from runtime.backends.interface import CallProgress
+from runtime.backends.interface import CallProgress, GivenBack
 
 ROWS_FIRST = 256
 
@@ -32,6 +32,7 @@ class Flight:
     sent_s: float
     is_admitted: bool = False
     started: int = 0  # tokens of the answer that other attempts made
+    recall: Callable[[GivenBack], None] | None = None  # ends the attempt with this, while there is one
 
     def sort_key(self) -> tuple[float, int]:
         return self.key, self.request.request_id
@@ -91,6 +92,8 @@ class InFlight:
             if flight is None:
                 continue
             ints = self._ints[flight.row]
+            if flight.is_admitted and not item.is_admitted and item.generated + flight.started < ints[R.V_GENERATED]:
+                continue  # said before the tokens came that we have
             if item.generated + flight.started > ints[R.V_GENERATED]:
                 ints[R.V_GENERATED] = item.generated + flight.started
             ints[R.V_PREFILL_LEFT] = item.prefill_left
@@ -122,6 +125,14 @@ class InFlight:
             offset[g + 1] = total
         rows = np.concatenate(orders)
         return Residents(offset, self._ints[rows], self._floats[rows])
+
+    def generated(self, flight: Flight) -> int:
+        """Tokens of its answer that are here."""
+        return int(self._ints[flight.row, R.V_GENERATED])
+
+    def ints_of(self, g: int) -> np.ndarray:
+        """Rows (columns `R.V_*`) of the admitted calls of group `g`; a copy."""
+        return self._ints[[flight.row for flight in self.running[g]]]
 
     def _order(self, g: int) -> np.ndarray:
         order = np.array([flight.row for flight in itertools.chain(self.running[g], self.waiting[g])], np.int64)

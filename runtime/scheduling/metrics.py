@@ -10,8 +10,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from runtime.scheduling.dispatcher import Dispatcher
+from runtime.scheduling.rank_metrics import RankMetrics
 
-EVENTS = ("retries", "attempts_lost", "busy", "groups_lost", "bad_reports")
+EVENTS = (
+    "retries", "attempts_lost", "busy", "groups_lost", "bad_reports", "given_back", "requeued_calls", "moved_calls", "moves_done",
+    "moves_refused", "moves_failed",
+)  # fmt: skip
 POLICY_STATES = ("starting", "ready", "refused", "gone")
 
 
@@ -19,13 +23,14 @@ class SchedulingMetrics(Collector):
     """Read when somebody scrapes; nothing is added to a request's way. Labels are groups and known names: never a caller's."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+        self._dispatcher, self._ranks = dispatcher, RankMetrics(dispatcher)
 
     def collect(self) -> Iterator[Metric]:
         yield self._decisions()
         yield self._events()
         yield from self._groups()
         yield from self._policy()
+        yield from self._ranks.collect()
 
     def _decisions(self) -> Metric:
         family = CounterMetricFamily(
@@ -72,6 +77,8 @@ class SchedulingMetrics(Collector):
         yield GaugeMetricFamily("ballast_policy_breaker_state", "0 closed, 1 open, 2 half open.", value=float(guard.breaker.state))
         yield CounterMetricFamily("ballast_policy_shadow_decisions", "Decided and not followed.", value=float(guard.shadow_decisions))
         yield CounterMetricFamily("ballast_policy_restarts", "Of the policy process.", value=float(guard.client.restarts))
+        if (share := guard.agreement.share) is not None:
+            yield GaugeMetricFamily("ballast_policy_agreement", "Share of compared decisions equal to the heuristic's.", value=share)
         silent_s = guard.client.oldest_unanswered_s
         yield GaugeMetricFamily(
             "ballast_policy_silent_seconds", "Age of its oldest question.", value=silent_s if math.isfinite(silent_s) else 0.0

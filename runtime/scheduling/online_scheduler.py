@@ -11,7 +11,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, IntArray
 from runtime.scheduling.policy_guard import PolicyGuard
+from runtime.scheduling.recent_decisions import RecentDecisions
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ class Decided:
     """An answered decision. source: "policy", "heuristic" or "refused"; cause: why it was not the policy's, or why it is a refusal.
 
     expected_s: predicted TTFT and TPOT where a group was chosen and estimates were made, with step times `pace` x the declared ones.
-    took_s: the whole decision.
+    took_s: the whole decision. index: of the candidate.
     """
 
     command: Command
@@ -42,6 +44,7 @@ class Decided:
     expected_s: tuple[float, float] | None
     took_s: float
     pace: float = 1.0
+    index: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,27 @@ def point_of(question: Question, view: ClusterSnapshot, tables: PredictorTables)
     return route_point(view, tables, question.request, fits, question.hits, question.may_hold)
 
 
+@dataclass(eq=False)
+class Made:
+    """A decision as it was made, for those who record it or compare another's. scores (candidates,): the policy's, where it made any."""
+
+    question: Question
+    point: DecisionPoint
+    decided: Decided
+    scores: np.ndarray | None = None
+    encoded: tuple[np.ndarray, np.ndarray] | None = field(default=None, repr=False)
+
+    @cached_property
+    def observation(self) -> tuple[np.ndarray, np.ndarray]:
+        """Candidates (C, F) and context (K,), float32: encoded now, where the decision needed none. Only while the decision is made."""
+        return self.encoded if self.encoded is not None else encode(self.point, len(self.point.commands))
+
+
 class OnlineScheduler:
-    """`counts`: (source, cause) -> decisions. `view` makes a snapshot of the present, `tables` gives the predictor's."""
+    """`counts`: (source, cause) -> decisions. `view` makes a snapshot of the present, `tables` gives the predictor's.
+
+    `listeners` are told each decision; a fault of theirs is logged. `guard_of`: which policy answers a question, where not all have one.
+    """
 
     def __init__(
         self,
@@ -76,22 +98,31 @@ class OnlineScheduler:
         guard: PolicyGuard | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._view, self._tables, self._heuristic, self.guard, self._now_s = view, tables, heuristic, guard, now_s
+        self._view, self._tables, self.heuristic, self.guard, self._now_s = view, tables, heuristic, guard, now_s
         self._turn = asyncio.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.recent = RecentDecisions()
+        self.listeners: list[Callable[[Made], None]] = []
+        self.guard_of: Callable[[Question], PolicyGuard | None] | None = None
 
     async def decide(self, question: Question, reserve: Callable[[Decided], None]) -> Decided:
         """Answer `question`, and call `reserve` with the answer before anybody else decides."""
         asked_s = self._now_s()
-        patience_s = self.guard.deadline_s if self.guard is not None else 0.0
-        if patience_s and await self._has_turn(patience_s):
+        guard = self.guard if self.guard_of is None else self.guard_of(question)
+        if guard is not None and await self._has_turn(guard.deadline_s):
             try:
-                return self._settle(await self._decide(question, asked_s, patience_s), reserve)
+                return self._settle(await self._decide(question, guard, asked_s), reserve)
             finally:
                 self._turn.release()
-        cause = "queue" if self.guard is not None else "no_policy"
+        cause = "queue" if guard is not None else "no_policy"
         point = point_of(question, self._view(), self._tables())
-        return self._settle(self._by_heuristic(point, cause, asked_s), reserve)
+        return self._settle(self._by_heuristic(question, point, cause, asked_s), reserve)
+
+    def rehearse(self, question: Question) -> None:
+        """All that a decision computes here, of which nothing comes."""
+        point = point_of(question, self._view(), self._tables())
+        encode(point, len(point.commands))
+        self.heuristic.choose(point)
 
     async def _has_turn(self, patience_s: float) -> bool:
         if not self._turn.locked():
@@ -104,40 +135,61 @@ class OnlineScheduler:
         except TimeoutError:
             return False
 
-    def _settle(self, decided: Decided, reserve: Callable[[Decided], None]) -> Decided:
+    def _settle(self, made: Made, reserve: Callable[[Decided], None]) -> Decided:
+        decided = made.decided
         self.counts[decided.source, decided.cause] += 1
         reserve(decided)
+        for listener in self.listeners:
+            try:
+                listener(made)
+            except Exception:  # a bug of ours must not lose a request
+                logger.exception("listener of decisions failed")
         return decided
 
-    async def _decide(self, question: Question, asked_s: float, patience_s: float) -> Decided:
-        guard, point = self.guard, point_of(question, self._view(), self._tables())
-        assert guard is not None
+    async def _decide(self, question: Question, guard: PolicyGuard, asked_s: float) -> Made:
+        point = point_of(question, self._view(), self._tables())
         if not point.allowed_groups.any():
-            return self._by_heuristic(point, "nothing_allowed", asked_s)
-        candidates, context = encode(point, len(point.commands))
+            return self._by_heuristic(question, point, "nothing_allowed", asked_s)
+        encoded = encode(point, len(point.commands))
+        candidates, context = encoded
         if not (np.isfinite(candidates).all() and np.isfinite(context).all()):
-            return self._by_heuristic(point, "observation_not_finite", asked_s)
-        index, cause = await guard.choose(candidates, context, point.mask, patience_s - (self._now_s() - asked_s))
-        if index is None:
-            return self._by_heuristic(point, cause, asked_s)
-        command = point.commands[index]
-        return self._decided(point, command, POLICY, "", asked_s)
+            return self._by_heuristic(question, point, "observation_not_finite", asked_s)
+        within_s = guard.deadline_s - (self._now_s() - asked_s)
+        choice = await guard.choose(candidates, context, point.mask, within_s, lambda: self.heuristic_index(point))
+        if choice.index is None:
+            return self._by_heuristic(question, point, choice.cause, asked_s, encoded, choice.scores)
+        return Made(question, point, self._decided(point, choice.index, POLICY, "", asked_s, choice.scores), choice.scores, encoded)
 
-    def _by_heuristic(self, point: DecisionPoint, cause: str, asked_s: float) -> Decided:
+    def heuristic_index(self, point: DecisionPoint) -> int:
+        """The heuristic's candidate. Raises: ValueError where it is not allowed."""
+        index = int(self.heuristic.choose(point))
+        if not (0 <= index < len(point.commands) and point.mask[index]):
+            raise ValueError(f"candidate {index} is not allowed")
+        return index
+
+    def _by_heuristic(
+        self,
+        question: Question,
+        point: DecisionPoint,
+        cause: str,
+        asked_s: float,
+        encoded: tuple[np.ndarray, np.ndarray] | None = None,
+        scores: np.ndarray | None = None,
+    ) -> Made:
         """The heuristic's choice; the first allowed group where it fails; a refusal where there is none."""
         try:
-            index = int(self._heuristic.choose(point))
-            if not (0 <= index < len(point.commands) and point.mask[index]):
-                raise ValueError(f"candidate {index} is not allowed")
+            index = self.heuristic_index(point)
         except Exception as error:  # a bug of ours must not lose a request
             logger.exception("heuristic failed reason=%s", error)
             index, cause = int(np.argmax(point.mask)), f"{cause}+heuristic_failed"
-        command = point.commands[index]
-        source = REFUSED if command.kind is CommandKind.REFUSE else HEURISTIC
-        return self._decided(point, command, source, cause, asked_s)
+        source = REFUSED if point.commands[index].kind is CommandKind.REFUSE else HEURISTIC
+        return Made(question, point, self._decided(point, index, source, cause, asked_s, scores), scores, encoded)
 
-    def _decided(self, point: DecisionPoint, command: Command, source: str, cause: str, asked_s: float) -> Decided:
-        took_s, g = self._now_s() - asked_s, command.group_index
+    def _decided(self, point: DecisionPoint, index: int, source: str, cause: str, asked_s: float, scores: np.ndarray | None) -> Decided:
+        command, took_s = point.commands[index], self._now_s() - asked_s
+        g = command.group_index
+        told = b"" if scores is None else scores.astype(np.float32).tobytes()
+        self.recent.note(point, point.mask, index, source, cause, took_s, scores=told)
         if command.kind is not CommandKind.ROUTE:
-            return Decided(command, source, cause, None, took_s)
-        return Decided(command, source, cause, point.expected_s(g), took_s, float(point.view.correction[g]))
+            return Decided(command, source, cause, None, took_s, index=index)
+        return Decided(command, source, cause, point.expected_s(g), took_s, float(point.view.correction[g]), index)

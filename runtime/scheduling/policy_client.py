@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from envs.decision.actions import Decision
 from runtime.frames import FrameCutter, frame
 from runtime.scheduling import policy_messages as M
 from runtime.scheduling.policy_process import wanted_of
@@ -22,33 +24,46 @@ from runtime.scheduling.policy_process import wanted_of
 logger = logging.getLogger(__name__)
 
 UNANSWERED_MAX = 64
+AT_ONCE_S = 0.0005
+"""The event loop stands still for at most so long for an answer. It usually comes in a fifth of that; a turn of a busy loop takes many
+times as long, and would give the policy one decision per turn."""
+SELECTABLE = 1024
+"""`select` looks at no higher descriptors; it is the one call that waits less than a millisecond."""
 STUCK_S = 2.0
 RESTART_S, RESTART_MAX_S = 0.5, 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyAnswer:
-    """index: the choice, -1 where there is none. outside: inputs outside the range seen in training. took_s: from asking."""
+    """index: the choice, -1 where there is none. outside: inputs outside the range seen in training. took_s: from asking. scores: float32
+    bytes, one per candidate, empty where there are none."""
 
     index: int
     outside: int
     error: str
     took_s: float
+    scores: bytes = b""
 
 
-class PolicyClient(asyncio.Protocol):
+class PolicyClient:
     """One policy process. `state` is "starting", "ready", "refused" (the bundle cannot be used, `detail` says why) or "gone"."""
 
     def __init__(
-        self, bundle: str, candidates: int, command: Sequence[str] | None = None, now_s: Callable[[], float] = time.monotonic
+        self,
+        bundle: str,
+        candidates: int,
+        command: Sequence[str] | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+        decision: Decision = "route",
     ) -> None:
-        """command: another program that speaks the same, for tests; gets descriptor, parent's id and bundle as arguments."""
-        self._bundle, self._candidates, self._now_s = bundle, candidates, now_s
+        """decision: the kind that it shall make. command: another program that speaks the same, for tests; gets descriptor, parent's id
+        and bundle as arguments."""
+        self._bundle, self._candidates, self._decision, self._now_s = bundle, candidates, decision, now_s
         self._command = list(command or (sys.executable, "-m", "runtime.scheduling.policy_process"))
         self.state, self.detail = "gone", ""
         self.restarts = 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
         self._cutter = FrameCutter()
         self._asked: dict[int, tuple[float, asyncio.Future[PolicyAnswer]]] = {}
         self._number = 0
@@ -57,7 +72,7 @@ class PolicyClient(asyncio.Protocol):
 
     async def start(self) -> None:
         """Start the process; decisions go elsewhere until it is ready. Keeps it running until `close`."""
-        await self._spawn()
+        self._spawn()
         self._keeper = asyncio.create_task(self._keep(), name="policy-keeper")
 
     async def close(self) -> None:
@@ -78,17 +93,49 @@ class PolicyClient(asyncio.Protocol):
 
     def ask(self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray) -> asyncio.Future[PolicyAnswer] | None:
         """A future of the answer; None where the process cannot be asked now."""
-        if self.state != "ready" or self._transport is None or len(self._asked) >= UNANSWERED_MAX:
+        if self.state != "ready" or self._socket is None or len(self._asked) >= UNANSWERED_MAX:
             return None
         self._number += 1
         future: asyncio.Future[PolicyAnswer] = asyncio.get_running_loop().create_future()
         self._asked[self._number] = self._now_s(), future
-        self._transport.write(M.question(self._number, candidates, context, mask))
+        self._send(M.question(self._number, candidates, context, mask))
         return future
 
-    # --- asyncio.Protocol ---------------------------------------------------------------------------------------------------
+    def wait_briefly(self, future: asyncio.Future[PolicyAnswer]) -> bool:
+        """Whether the answer came within AT_ONCE_S, for which everything waits; not tried while older questions are unanswered."""
+        connection = self._socket
+        if len(self._asked) == 1 and connection is not None and 0 <= connection.fileno() < SELECTABLE:
+            readable, _, _ = select.select((connection,), (), (), AT_ONCE_S)
+            if readable:
+                self._receive()
+        return future.done()
 
-    def data_received(self, data: bytes) -> None:
+    # --- the socket -----------------------------------------------------------------------------------------------------------
+
+    def _send(self, data: bytes) -> None:
+        """What is unanswered fits the socket's buffer by far: one that takes no more is stuck."""
+        assert self._socket is not None
+        try:
+            sent = self._socket.send(data)
+        except OSError:
+            sent = 0
+        if sent < len(data):
+            self._end_process()
+
+    def _receive(self) -> None:
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop_socket()
+            if self.state != "refused":
+                self.state = "gone"
+            self._forget_asked("the policy process is gone")
+            return
         try:
             for message in self._cutter.feed(data):
                 self._on_message(message)
@@ -96,11 +143,11 @@ class PolicyClient(asyncio.Protocol):
             logger.warning("policy process speaks nonsense reason=%s", error)
             self._end_process()
 
-    def connection_lost(self, error: Exception | None) -> None:
-        if self.state != "refused":
-            self.state = "gone"
-        self._transport = None
-        self._forget_asked("the policy process is gone")
+    def _drop_socket(self) -> None:
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            asyncio.get_running_loop().remove_reader(connection)
+            connection.close()
 
     # ------------------------------------------------------------------------------------------------------------------------
 
@@ -112,10 +159,10 @@ class PolicyClient(asyncio.Protocol):
             self.state, self.detail = "refused", str(message[1])
             logger.warning("policy bundle refused reason=%s", self.detail)
         else:
-            _, number, index, outside, error = message
+            _, number, index, outside, error, scores = message
             asked = self._asked.pop(number, None)
             if asked is not None and not asked[1].done():
-                asked[1].set_result(PolicyAnswer(int(index), int(outside), str(error), self._now_s() - asked[0]))
+                asked[1].set_result(PolicyAnswer(int(index), int(outside), str(error), self._now_s() - asked[0], bytes(scores)))
 
     def _forget_asked(self, reason: str) -> None:
         asked, self._asked = self._asked, {}
@@ -123,7 +170,7 @@ class PolicyClient(asyncio.Protocol):
             if not future.done():
                 future.set_result(PolicyAnswer(-1, 0, reason, self._now_s() - asked_s))
 
-    async def _spawn(self) -> None:
+    def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._cutter = FrameCutter()
@@ -133,10 +180,9 @@ class PolicyClient(asyncio.Protocol):
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=_one_thread())
         finally:
             theirs.close()
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_connection(lambda: self, sock=ours)
-        self._transport = transport
-        transport.write(frame(wanted_of(self._candidates)))
+        self._socket = ours
+        asyncio.get_running_loop().add_reader(ours, self._receive)
+        self._send(frame(wanted_of(self._candidates, self._decision)))
 
     async def _keep(self) -> None:
         wait_s = RESTART_S
@@ -152,14 +198,12 @@ class PolicyClient(asyncio.Protocol):
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, RESTART_MAX_S)
                 self.restarts += 1
-                await self._spawn()
+                self._spawn()
             elif self.state == "ready" and not self._asked:
                 wait_s = RESTART_S
 
     def _end_process(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-            self._transport = None
+        self._drop_socket()
         process, self._process = self._process, None
         if process is not None:
             process.kill()

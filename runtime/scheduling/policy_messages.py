@@ -24,6 +24,6 @@ def read_question(message: list[Any]) -> tuple[int, np.ndarray, np.ndarray, np.n
     )  # fmt: skip
 
 
-def answer(number: int, index: int, outside: int, error: str) -> bytes:
-    """index: the choice, -1 with an `error`. outside: inputs outside the range seen in training."""
-    return frame([ANSWER, number, index, outside, error])
+def answer(number: int, index: int, outside: int, error: str, scores: np.ndarray | None = None) -> bytes:
+    """index: the choice, -1 with an `error`. outside: inputs outside the range seen in training. scores (C,): where there are any."""
+    return frame([ANSWER, number, index, outside, error, b"" if scores is None else scores.astype(np.float32).tobytes()])

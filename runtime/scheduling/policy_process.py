@@ -13,23 +13,24 @@ from typing import Any
 import numpy as np
 
 from agents.policy_bundle import BundleError, BundlePolicy, load_bundle
+from envs.decision.actions import Decision
 from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
 from runtime.frames import FrameCutter, frame
 from runtime.scheduling import policy_messages as M
 from runtime.torch_tp.parent_death import die_with_parent
 
 
-def wanted_of(candidates: int) -> list[Any]:
-    """What a bundle must read to be used with so many candidates: version, feature and context names, candidates."""
-    return [OBSERVATION_VERSION, list(FEATURES), list(CONTEXT), candidates]
+def wanted_of(candidates: int, decision: Decision = "route") -> list[Any]:
+    """What a bundle must read to be used with so many candidates: version, feature and context names, candidates, kind of decision."""
+    return [OBSERVATION_VERSION, list(FEATURES), list(CONTEXT), candidates, decision]
 
 
 def check_fits(policy: BundlePolicy, wanted: list[Any]) -> None:
     """Raises: BundleError unless the bundle reads what this program encodes."""
-    version, features, context, candidates = wanted
+    version, features, context, candidates, decision = wanted
     schema = policy.schema
-    if schema.decision_kind not in ("route", "joint"):
-        raise BundleError(f"decides {schema.decision_kind}, not route")
+    if schema.decision_kind not in (decision, "joint"):
+        raise BundleError(f"decides {schema.decision_kind}, not {decision}")
     if schema.observation_version != version:
         raise BundleError(f"observation_version is {schema.observation_version}, this program encodes {version}: train again")
     if list(schema.feature_names) != features or list(schema.context_names) != context:
@@ -42,7 +43,8 @@ def answer_of(policy: BundlePolicy, message: list[Any]) -> bytes:
     number, candidates, context, mask = M.read_question(message)
     try:
         outside = len(policy.out_of_range(candidates, context, mask))
-        return M.answer(number, policy.choose(candidates, context, mask), outside, "")
+        index, scores = policy.choose_scored(candidates, context, mask)
+        return M.answer(number, index, outside, "", scores)
     except ValueError as error:  # the policy's own refusals are ValueErrors
         return M.answer(number, -1, 0, f"{type(error).__name__}: {error}")
 

@@ -21,11 +21,23 @@ class StreamWatch:
         self._until_s = 0.0
         self._waiting: asyncio.Task[object] | None = None
         self._has_fired = False
+        self._error: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for_s = 0.0
 
+    def interrupt(self, error: Exception) -> None:
+        """Let the wait under way, or the next one, end with `error`; the first error stands."""
+        if self._error is not None or self._has_fired:
+            return  # it ends already, and a second cancel would pass for somebody else's
+        self._error = error
+        if self._waiting is not None:
+            self._waiting.cancel()
+
     async def next(self, items: AsyncIterator[T], until_s: float) -> T:
-        """The next item. Raises: TimeoutError when it is not there by `until_s`, StopAsyncIteration at the end."""
+        """The next item. Raises: TimeoutError when it is not there by `until_s`, StopAsyncIteration at the end, or what `interrupt` was
+        told."""
+        if self._error is not None:
+            raise self._error
         task = asyncio.current_task()
         assert task is not None
         self._until_s, self._waiting = until_s, task
@@ -34,8 +46,9 @@ class StreamWatch:
         try:
             return await anext(items)
         except asyncio.CancelledError:
-            if self._has_fired and task.uncancel() <= 0:
-                raise TimeoutError from None
+            is_ours = self._has_fired or self._error is not None
+            if is_ours and task.uncancel() <= 0:
+                raise (TimeoutError() if self._error is None else self._error) from None
             raise
         finally:
             self._waiting = None
@@ -53,7 +66,7 @@ class StreamWatch:
 
     def _look(self) -> None:
         self._timer = None
-        if self._waiting is None:
+        if self._waiting is None or self._error is not None:
             return  # whoever asks next arms it
         if self._now_s() >= self._until_s:
             self._has_fired = True

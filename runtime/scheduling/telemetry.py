@@ -16,8 +16,10 @@ from envs.decision.availability import availability
 from envs.decision.class_experience import ClassExperience
 from envs.decision.group_model import GroupModel
 from envs.decision.rank_experience import RankExperience
+from envs.decision.shared_pace import mean_variance, shrink
 from envs.decision.split_planner import CORNERS
 from envs.decision.traffic_experience import TrafficExperience
+from envs.domain.plans import SplitPlan
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
@@ -30,6 +32,7 @@ from runtime.scheduling.in_flight import InFlight
 STALE_S = 2.0
 GAPS_TRUSTED, BURST_MAX = 20, 16.0
 GAPS_KEPT = 200  # so many gaps between tokens make a group's pace, where it reports none
+SHRUNK_EVERY = 64  # gaps
 CORRECTION_MIN, CORRECTION_MAX = 0.05, 20.0
 
 
@@ -119,6 +122,9 @@ class Telemetry:
         self._heard = np.zeros((4, count))  # step_s, step_left_s, correction, pause_left_s as reported
         self._heard[2] = 1.0
         self._gaps = [0] * count
+        self._seen = [(1.0, 1.0)] * count  # mean and mean square of the last gaps, over what they were declared to be
+        self._pace_var = np.ones(count)
+        self._turn = 0
         self._has_pace = np.zeros(count, np.bool_)  # whose correction anybody has measured
         self._blocks = np.stack([self.kv_tokens // limits.kv_block_tokens] * 2)  # free, total
         self._foreign = np.zeros((2, count), np.int64)  # running and waiting that are not ours
@@ -183,13 +189,40 @@ class Telemetry:
         report = self.reports[g]
         if declared_s <= 0.0 or (report is not None and report.correction is not None):
             return
-        old = float(self._heard[2, g])
+        mean, square_mean = self._seen[g]
         seen = gap_s / declared_s  # a mean, since engines hand over several tokens at once
         if self._gaps[g] >= GAPS_TRUSTED:
-            seen = min(seen, BURST_MAX * old)  # one hiccup of this machine is not the group's
+            seen = min(seen, BURST_MAX * mean)  # one hiccup of this machine is not the group's
         self._gaps[g] = gaps = min(self._gaps[g] + 1, GAPS_KEPT)
-        self._heard[2, g] = min(CORRECTION_MAX, max(CORRECTION_MIN, old + (seen - old) / gaps))
+        self._turn = (self._turn + 1) % SHRUNK_EVERY
+        self._seen[g] = mean + (seen - mean) / gaps, square_mean + (seen * seen - square_mean) / gaps
         self._has_pace[g] = True
+        if gaps < GAPS_TRUSTED or not self._turn:
+            self._shrink_paces()
+
+    def _shrink_paces(self) -> None:
+        """Take paces that differ within their noise for alike; the streams of one step are one measurement."""
+        told = [report is not None and report.correction is not None for report in self.reports]
+        measured = (np.array(self._gaps) > 0) & ~np.array(told)
+        paces = np.clip([mean for mean, _ in self._seen], CORRECTION_MIN, CORRECTION_MAX)
+        for g in np.flatnonzero(measured).tolist():
+            together = max(1, len(self.flights.running[g]))
+            self._pace_var[g] = mean_variance(*self._seen[g], self._gaps[g] / together)
+        found = np.log(paces)
+        shrink(np.log(paces), self._pace_var, measured, found)
+        self._heard[2, measured] = np.exp(found)[measured]
+
+    def corner(self, g: int) -> int:
+        """Of the split in force, an index into CORNERS; -1 unknown."""
+        return int(self._corner[g])
+
+    def take_plan(self, g: int, plan: SplitPlan, corner: int) -> None:
+        """New calls of group `g` get another split: predictions follow it."""
+        for slot in (0, 1):
+            self.model.write_plan(g, slot, self.groups[g], plan)
+        self._corner[g] = corner
+        reference_s, self._capability = self.model.usual_step()
+        self.ranks.refer_to(reference_s)
 
     def forget(self, g: int) -> None:
         """Another process stands behind group `g`: what it reported is void, but for its pace, which is the hardware's."""

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 from envs.decision.length_estimator import LengthEstimator
 from runtime.torch_tp.batch import Batch
-from runtime.torch_tp.batcher_settings import BatcherSettings, Load
+from runtime.torch_tp.batcher_settings import BatcherSettings, Load, Progress
 from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent, TokenLogprobs
 from runtime.torch_tp.resident import HOST, PAUSE, Resident
 from runtime.torch_tp.step_pace import StepPace
 from runtime.torch_tp.steps import BROKEN_TOKEN, SlotTokens, StepCommand, StepResult
 from runtime.torch_tp.stop_strings import AnswerText, TokenText
 
-__all__ = ["Batcher", "BatcherSettings", "Load"]
+__all__ = ["Batcher", "BatcherSettings", "Load", "Progress"]
 
 
 class Batcher:
@@ -101,6 +101,19 @@ class Batcher:
         self._in_flight = None
         for resident in list(self._residents.values()):
             self._end(resident, "error", now_s, detail=detail)
+
+    def progress(self) -> list[Progress]:
+        """Of every request inside: those that run, then those that wait, in the queue's order."""
+        residents = [*self._batch.running.values(), *self._batch.waiting]
+        return [
+            Progress(
+                resident.request_id,
+                resident.output_tokens - len(resident.request.answer),
+                0 if resident.pending == 1 and resident.output_tokens else resident.pending,
+                resident.slot is not None,
+            )
+            for resident in residents
+        ]
 
     def drain_events(self) -> list[TokenEvent]:
         """Events since the last call or `apply`."""

@@ -78,3 +78,13 @@ class Load:
     kv_tokens_retained: int
     prefill_backlog_tokens: int
     oldest_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far one request is: answer tokens made here, ids still to be computed before its next token, whether it holds a slot."""
+
+    request_id: str
+    generated: int
+    prefill_left: int
+    is_running: bool

@@ -20,7 +20,7 @@ from typing import Any
 
 from envs.domain.plans import LayerPlans
 from runtime.torch_tp.answer_stream import AnswerStream
-from runtime.torch_tp.batcher import Batcher, BatcherSettings, Load
+from runtime.torch_tp.batcher import Batcher, BatcherSettings, Load, Progress
 from runtime.torch_tp.config import ModelConfig, read_config
 from runtime.torch_tp.measured import Measured, Totals
 from runtime.torch_tp.model_folder import model_folder
@@ -190,15 +190,18 @@ class Engine:
             self._wake.notify()
         return moved
 
-    def set_plan(self, shares: Sequence[float] | None = None, deadline_s: float = 60.0) -> LayerPlans:
+    def set_plan(
+        self, shares: Sequence[float] | None = None, deadline_s: float = 60.0, *, cuts: Mapping[str, Sequence[float]] | None = None
+    ) -> LayerPlans:
         """Slide to the split by `shares` (one per member, in rank order; None: by measured speeds) while requests run.
 
+        cuts: "mlp_shares", "vocabulary_shares" where they are not the same.
         Returns the plan in force. Raises: GroupError when it could not be done (a rank was lost meanwhile, no room), TimeoutError.
         """
         with self._wake:
             if self._gone is not None or self._is_closing:
                 raise GroupGone(self._gone or "the engine is closed")
-            told = self._plan_changes.wish(shares)
+            told = self._plan_changes.wish(None if shares is None else {"shares": shares, **(cuts or {})})
             self._wake.notify()
         return told.result(deadline_s)
 
@@ -220,6 +223,20 @@ class Engine:
                 preemptions=self.batcher.preemptions,
                 prefix_hit_tokens=self.batcher.prefix_hit_tokens,
             )
+
+    @property
+    def is_changing_plan(self) -> bool:
+        return self._plan_changes.is_sliding or self._plan_changes.has_wishes
+
+    @property
+    def plan_paused_s(self) -> float:
+        """How long nothing ran for changes of the split, all in all."""
+        return self._plan_changes.paused_s
+
+    def progress(self) -> list[Progress]:
+        """Of every request inside, those that run first."""
+        with self._lock:
+            return self.batcher.progress()
 
     @property
     def is_serving(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from envs.domain.plans import LayerPlans
@@ -15,6 +15,13 @@ from runtime.torch_tp.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
+Shares = Mapping[str, Sequence[float]]
+""""shares", and where they differ "mlp_shares" and "vocabulary_shares" (`layer_cuts.layer_plans`): one number per member, in rank order."""
+
+
+def _covers(shares: Mapping[int, float], members: Sequence[int]) -> bool:
+    return all(worker in shares for worker in members) and any(shares[worker] for worker in members)
+
 
 class PlanChanges:
     """`wish` and `lost` may come from any thread, the rest from the engine's. completed: slides that came to their end."""
@@ -22,12 +29,13 @@ class PlanChanges:
     def __init__(self, *, revives: bool, corrects: bool, correct_every_s: float, on_step: Callable[[SlideStep], None]) -> None:
         """revives: start lost ranks again; corrects: follow measured speeds where it pays; on_step: told what a slide changed."""
         self.completed = 0
+        self.paused_s = 0.0  # of all slides
         self._revives, self._corrects, self._correct_every_s, self._on_step = revives, corrects, correct_every_s, on_step
         self._to_revive: deque[int] = deque()
-        self._wishes: deque[tuple[Sequence[float] | None, Future[LayerPlans]]] = deque()
+        self._wishes: deque[tuple[Shares | None, Future[LayerPlans]]] = deque()
         self._slide: Slide | None = None
         self._told: Future[LayerPlans] | None = None
-        self._shares: dict[int, float] | None = None  # by worker, where the caller chose
+        self._shares: dict[str, dict[int, float]] | None = None  # of each cut by worker, where the caller chose
         self._price = MovePrice()
         self._corrected_s = time.monotonic()
 
@@ -39,7 +47,7 @@ class PlanChanges:
     def has_wishes(self) -> bool:
         return bool(self._wishes)
 
-    def wish(self, shares: Sequence[float] | None) -> Future[LayerPlans]:
+    def wish(self, shares: Shares | None) -> Future[LayerPlans]:
         """Ask for a split by `shares` (None: by measured speeds); the future gets the plan in force, or a GroupError."""
         told: Future[LayerPlans] = Future()
         self._wishes.append((shares, told))
@@ -99,25 +107,26 @@ class PlanChanges:
     def _next_plan(self, supervisor: Supervisor) -> LayerPlans:
         """By the caller's shares where every member has one, else by measured speeds."""
         members = supervisor.members
-        shares = self._shares
-        if shares is None or any(worker not in shares for worker in members) or not any(shares[worker] for worker in members):
+        cuts = self._shares
+        if cuts is None or not all(_covers(shares, members) for shares in cuts.values()):
             return supervisor.next_plan()
-        return supervisor.next_plan([shares[worker] for worker in members])
+        return supervisor.next_plan(**{name: [shares[worker] for worker in members] for name, shares in cuts.items()})
 
     def _begin_wish(self, supervisor: Supervisor) -> None:
         shares, told = self._wishes.popleft()
         members = supervisor.members
         try:
-            if shares is not None and len(shares) != len(members):
-                raise ValueError(f"{len(shares)} shares for the group's {len(members)} members {list(members)}")
-            self._slide = Slide(supervisor, supervisor.next_plan(shares), self._price)
+            for name, given in (shares or {}).items():
+                if len(given) != len(members):
+                    raise ValueError(f"{len(given)} {name} for the group's {len(members)} members {list(members)}")
+            self._slide = Slide(supervisor, supervisor.next_plan(**(shares or {})), self._price)
         except (GroupRebuilt, GroupGone):
             told.set_exception(GroupError("the group was rebuilt meanwhile; ask again"))
             raise
         except (GroupError, ValueError) as error:
             told.set_exception(error)
             return
-        self._shares = None if shares is None else dict(zip(members, shares, strict=True))
+        self._shares = None if shares is None else {name: dict(zip(members, given, strict=True)) for name, given in shares.items()}
         self._told = told
 
     def _correct_split(self, supervisor: Supervisor) -> None:
@@ -138,6 +147,7 @@ class PlanChanges:
         slide = self._slide
         step = slide.advance()
         if step is not None:
+            self.paused_s += step.pause_s
             self._on_step(step)
         if slide.is_over:
             self._end_slide(supervisor)

@@ -1,6 +1,7 @@
 """The canonical format (JSONL): a head object, then one object a request with the fields of TraceRow; seconds and tokens.
 
-Fields that are None or empty are left out. Floats are written so that they read back to the same bits.
+Fields that are None or empty are left out. Floats are written so that they read back to the same bits. The service's request records
+(`--record-dir`) are such files; a service that was killed leaves its last line unfinished, which is left out and counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from envs.traces.trace_file import TraceFile, TraceHead
 from envs.traces.trace_row import ReadReport, TraceRow
 
 VERSION = 1
+TORN = "last line unfinished (its writer was killed)"
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
 OPTIONAL = ("service_class", "priority", "session", "prefix_blocks", "block_tokens", "output_limit_tokens", "extra")
 
@@ -38,7 +40,7 @@ def row_line(row: TraceRow) -> str:
 
 def read(file: TraceFile, options: ReadOptions, report: ReadReport) -> Iterator[TraceRow]:
     """Yield the rows exactly as they were written."""
-    for line, record in file.json_objects():
+    for line, record in file.json_objects(lambda: report.left_out.update((TORN,))):
         if line == 1 and "ballast_trace" in record:
             if record["ballast_trace"] != VERSION:
                 raise file.error(f"ballast_trace={record['ballast_trace']!r}; this reader knows version {VERSION}", line)

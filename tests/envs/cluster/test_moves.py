@@ -9,7 +9,7 @@ import pytest
 
 from envs.cluster.cluster_process import ClusterProcess
 from envs.cluster.faults import FaultEvent, FaultKind
-from envs.decision import split_planner
+from envs.decision import move_prices, split_planner
 from envs.decision.move_candidates import rebalance_candidates, split_candidates
 from envs.decision.split_planner import CORNERS
 from envs.domain.commands import Command, CommandKind
@@ -186,7 +186,7 @@ def test_migration_keeps_generated_tokens_and_pays_for_the_copy():
         stage.answer()
         stage.point = process.next_decision()
     left_s = process.env.now
-    copy_s = process.moves.copy_s(W.SOLO, 1500)
+    copy_s = move_prices.copy_s(process.groups.groups[W.SOLO], 1500)
     assert copy_s > 0.01
     out = stage.finish()
     outcome = out.outcome(moved)

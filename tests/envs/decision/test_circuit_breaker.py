@@ -1,6 +1,8 @@
 """Breakers against a plain reference model, and the faults that other routers' breakers have shown (K13, K23, K24)."""
 
 import math
+import os
+import random
 import time
 
 import numpy as np
@@ -348,6 +350,37 @@ class BreakerAgainstPlainModel(RuleBasedStateMachine):
 
 BreakerAgainstPlainModel.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestBreakerAgainstPlainModel = BreakerAgainstPlainModel.TestCase
+
+
+def test_random_strings_of_events():
+    """The same rules drawn blindly, strings of 1 to 24 events, the states compared after each. `BALLAST_BREAKER_STRINGS` sets how many."""
+    rng = random.Random(11)
+    outcomes = sorted(OUTCOMES)
+    opened = 0
+    for number in range(int(os.environ.get("BALLAST_BREAKER_STRINGS", "2000"))):
+        both, leases = BreakerAgainstPlainModel(), []
+        for _ in range(rng.randint(1, 24)):
+            drawn = rng.random()
+            if drawn < 0.45:  # half of them faults: most strings open it
+                both.call("fault" if rng.random() < 0.5 else rng.choice(outcomes), rng.choice((None, 0.0, 8.0)))
+            elif drawn < 0.65:
+                both.wait(rng.randint(1, 40))
+            elif drawn < 0.80:
+                leases.append(both.probe())
+            elif drawn < 0.88:
+                both.probe_ends(leases.pop(rng.randrange(len(leases))) if leases else None, rng.choice((*outcomes, "neutral")))
+            elif drawn < 0.93:
+                both.busy(rng.choice((0.0, 0.5, 2.0, 100.0)))
+            elif drawn < 0.96:
+                both.client_mistake(rng.choice((400, 404, 422, 429)))
+            else:
+                both.die() if rng.random() < 0.5 else both.revive()
+            try:
+                both.same()
+            except AssertionError as error:
+                raise AssertionError(f"string {number}") from error
+        opened += both.breaker.openings > 0
+    assert opened > 0
 
 
 def test_panic_never_ejects_more_than_half_the_capacity():

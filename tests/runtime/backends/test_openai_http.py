@@ -18,14 +18,14 @@ from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.telemetry import Telemetry
 from runtime.torch_tp.requests import SamplingSettings
 from tests.runtime.backends.backend_kinds import WithServer
-from tests.runtime.backends.test_backends import ask, begun_by, shown
+from tests.runtime.backends.test_backends import apart, ask, begun_by, shown
 from tests.runtime.scheduling.service_parts import cluster, collect, with_service
 
 QUICK = DispatchSettings(first_token_floor_s=1.0, silence_slack_s=0.4, hold_max_s=1.0)
 
 
 async def alone(backend, asked, begun=Begun()):  # noqa: B008
-    return [piece async for piece in backend.submit(asked, begun)]
+    return apart([piece async for piece in backend.submit(asked, begun)])
 
 
 def with_backends(count: int, body, settings=QUICK) -> None:
@@ -58,7 +58,7 @@ def test_the_five_stream_faults_are_saved(shared, number):
         assert struck and service.counts["attempts_lost"] == 1
         first, second = (backend.server.requests[0] for backend in service.backends)
         assert first["prompt"] == second["prompt"]  # another group carried on
-        assert [piece.index for piece in shown(pieces)] == list(range(60))
+        assert [piece.index for piece in shown(apart(pieces))] == list(range(60))
         assert "".join(piece.text for piece in pieces) == "".join(service.backends[0].server.words(first))
         assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
         assert pieces[-1].output_tokens == 60
@@ -83,8 +83,8 @@ def test_what_cannot_go_on_exactly_ends_in_an_error():
 
 
 @pytest.mark.parametrize("at", [-1, 0, 7, 23])
-def test_an_answer_that_nobody_watches_is_saved_too(at):
-    """Not streamed to the caller: pieces come as they arrive, several words in one; a cut anywhere loses and doubles nothing."""
+def test_an_answer_whose_words_come_together_is_saved_too(at):
+    """Several words in one piece; a cut anywhere loses and doubles nothing."""
 
     async def body(service):
         struck = []
@@ -98,7 +98,6 @@ def test_an_answer_that_nobody_watches_is_saved_too(at):
         for backend in service.backends:
             backend.server.fault, backend.server.gap_s = fault, 0.0
         asked = ask()
-        asked = replace(asked, body={**asked.body, "stream": False})
         pieces = await collect(service, asked)
         assert struck
         assert "".join(piece.text for piece in pieces) == "".join(service.backends[0].server.words({**asked.body, "max_tokens": 24}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 
 import httpx
 import pytest
@@ -194,6 +195,25 @@ def test_request_ids(client, service):
     assert made
     assert made != "x" * 500
     assert client.post("/v1/chat/completions", json=CHAT).headers["x-request-id"] != made
+    for path in ("/v1/models", "/v1/models/none", "/ready", "/nowhere"):
+        assert client.get(path, headers={"x-request-id": "trace-9"}).headers["x-request-id"] == "trace-9"
+        assert len(client.get(path).headers["x-request-id"]) > 8
+
+
+@pytest.mark.parametrize("model", [OWN, FOREIGN])
+def test_a_long_field_is_not_built(client, service, model):
+    """2 MiB of brackets in a field without effect: as lists they would take 50 MiB and hold the loop for a fifth of a second."""
+    body = b'{"model":"%s","messages":[{"role":"user","content":"Hi"}],"metadata":[%s[]]}' % (model.encode(), b"[]," * 700_000)
+    tracemalloc.start()
+    try:
+        assert client.post("/v1/chat/completions", content=body).status_code == 200
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 8 * len(body)  # the client's and the server's own copies of it
+    [call] = service.dispatcher.calls
+    kept = json.loads(bytes(call.body["metadata"]))
+    assert len(kept) == 700_001
 
 
 def test_text_parts_and_roles(client, service):

@@ -209,7 +209,7 @@ def test_unknown_paths_and_methods(client):
     assert error_of(client.get("/v2/nothing"), 404)["code"] == "unknown_url"
     assert error_of(client.get("/v1/chat/completions/"), 404)["code"] == "unknown_url"
     response = client.get("/v1/completions")
-    error_of(response, 405)
+    assert error_of(response, 405)["code"] == "method_not_supported"
     assert response.headers["allow"] == "POST"
     error_of(client.put("/v1/models"), 405)
     error_of(client.get("/v1/models/" + "x" * 5000), 404)

@@ -38,7 +38,10 @@ def main(kind_file: Path, descriptor: int, parent: int) -> None:
                 connection.sendall(b"\xff\xff\xff\xff nonsense")
                 continue
             good = int(np.flatnonzero(mask)[0])
-            index = {"illegal": int(np.flatnonzero(~mask)[0]) if (~mask).any() else 9999, "range": 9999, "shape": -5}.get(kind, good)
+            refuse = len(mask) - 1
+            index = {"refuse": refuse, "illegal": int(np.flatnonzero(~mask)[0]) if (~mask).any() else 9999, "range": 9999, "shape": -5}.get(
+                kind, good
+            )
             error = {"exception": "RuntimeError: boom", "nan": "NonFiniteScores: a score is not finite"}.get(kind, "")
             connection.sendall(M.answer(number, -1 if error else index, 0, error))
 

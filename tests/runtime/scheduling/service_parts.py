@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
+from envs.domain.commands import CommandKind
 from envs.scenario.cluster_file import load_cluster
 from envs.scenario.cluster_spec import ClusterLimits, ClusterSpec
 from runtime.backends.interface import NOTHING, BackendBusy, BackendFault, BadCall, Begun, GroupReport
@@ -21,13 +22,14 @@ LIMITS = ClusterLimits(max_running=16, queue_limit=32, hold_limit=64, context_to
 _NUMBERS = itertools.count()
 
 
-def cluster(groups: int = 2, limits: ClusterLimits = LIMITS) -> ClusterSpec:
-    """So many equal small groups."""
+def cluster(groups: int = 2, limits: ClusterLimits = LIMITS, ranks: int = 1, parked: int = 0) -> ClusterSpec:
+    """So many equal small groups; the last `parked` ones are switched off."""
     spec = load_cluster("unlike-3")
     solo = spec.groups[1]
     return replace(
-        spec, groups=tuple(replace(solo, name=f"g{i}") for i in range(groups)), parked=(False,) * groups, limits=limits, faults=()
-    )
+        spec, groups=tuple(replace(solo, name=f"g{i}", ranks=solo.ranks * ranks) for i in range(groups)),
+        parked=tuple(i >= groups - parked for i in range(groups)), limits=limits, faults=(),
+    )  # fmt: skip
 
 
 def call(prompt_tokens: int = 8, max_tokens: int = 12, deadline_s: float = 60.0, **more) -> Call:
@@ -50,6 +52,8 @@ class Scripted:
     gap_s: float = 0.001
     fault: Callable[[Call, int], str | None] = lambda call, index: None
     is_emulation: bool = True
+    can: frozenset[CommandKind] = frozenset()
+    carries_kv: bool = False
     keeps_prefixes: bool = False
     is_alive: bool = False
     inside: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -14,6 +15,8 @@ import pytest
 from agents.policy_bundle import BundleContents, BundleSchema, NetworkShape, Scaling, write_bundle
 from envs.decision.circuit_breaker import State
 from envs.decision.observation import BOUND, CONTEXT, FEATURES, OBSERVATION_VERSION
+from runtime.calls import Refusal
+from runtime.scheduling.agreement import Agreement
 from runtime.scheduling.policy_client import PolicyClient
 from runtime.scheduling.policy_guard import PolicyGuard
 from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, collect, dispatcher, with_service
@@ -154,6 +157,40 @@ def test_a_policy_that_breaks_in_service(tmp_path, kind):
     run_with(guard, body)
 
 
+def test_a_policy_that_never_agrees_with_the_heuristic_loses_its_say(tmp_path):
+    """It refuses all, legally and in time: after a window of comparisons its breaker opens, shadow keeps it shut while it goes on so, and
+    when it chooses sensibly again it comes back."""
+    said = tmp_path / "kind"
+    said.write_text("good")
+    guard = guard_of("unused", [sys.executable, str(BAD), str(said)])
+    guard.agreement = Agreement(0.02, 1.0, window=10)
+
+    async def body(service):
+        await until(lambda: guard.client.state == "ready")
+        await served(service, 20)
+        said.write_text("refuse")
+        end_s = time.monotonic() + 30.0
+        while guard.breaker.state is State.CLOSED:
+            assert time.monotonic() < end_s
+            with contextlib.suppress(Refusal):  # until it is stopped, its word counts
+                await collect(service, call(max_tokens=2))
+        assert guard.breaker.reason.endswith("agreement") and guard.causes["agreement"] == 1
+        openings = guard.breaker.openings
+        while guard.breaker.openings < openings + 1:  # shadow does not let it back
+            assert time.monotonic() < end_s
+            await served(service, 5)
+        assert guard.breaker.reason.endswith("agreement")
+        said.write_text("good")
+        while guard.breaker.state is not State.CLOSED:
+            assert time.monotonic() < end_s + 30.0
+            await served(service, 10, rate_per_s=50.0)
+        service.scheduler.counts.clear()
+        await served(service, 20, rate_per_s=100.0)
+        assert service.scheduler.counts["policy", ""] >= 10
+
+    run_with(guard, body)
+
+
 def test_nobody_waits_for_a_stalled_policy(tmp_path):
     """30 calls at once while the policy takes 0.5 s for each: none waits for it longer than its deadline, and all together not three times
     that, since the third bad decision opens the breaker."""
@@ -166,13 +203,7 @@ def test_nobody_waits_for_a_stalled_policy(tmp_path):
         await served(service, 5)
         said.write_text("slow")
         took: list[float] = []
-        settle = service.scheduler._settle
-
-        def noting(decided, reserve):
-            took.append(decided.took_s)
-            return settle(decided, reserve)
-
-        service.scheduler._settle = noting
+        service.scheduler.listeners.append(lambda made: took.append(made.decided.took_s))
         await asyncio.gather(*(collect(service, call(max_tokens=2)) for _ in range(30)))
         assert len(took) == 30 and max(took) < 3 * DEADLINE_S + 0.15
         assert service.scheduler.counts["heuristic", "deadline"] <= 3

@@ -1,0 +1,166 @@
+"""The service file read again while serving: what changes, what is refused, and that no stream notices."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+import yaml
+
+from agents.policy_bundle import write_bundle
+from envs.decision.observation import OBSERVATION_VERSION
+from tests.runtime.scheduling.test_policy_faults import contents
+from tests.runtime.test_serve import Running
+
+ASKED = {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
+KEY = "a-key-for-tests"
+START = {"cluster": "unlike-3", "api_keys_env": "BALLAST_TEST_KEYS", "scheduler": {"deadline_ms": 500}, "gateway": {"choices_max": 4}}
+
+
+class Service(Running):
+    """Started from a file that tests rewrite; asks with its key."""
+
+    def __init__(self, folder) -> None:
+        self.file = folder / "service.yaml"
+        self.content = dict(START)
+        self.write(self.content)
+        super().__init__("--config", str(self.file))
+
+    def write(self, content: dict) -> None:
+        self.file.write_text(yaml.safe_dump(content))
+
+    def ask(self, method: str, path: str, body: dict | None = None, key: str | None = KEY, kind: str = "application/json"):
+        headers = {"content-type": kind} | ({"authorization": f"Bearer {key}"} if key else {})
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def reload(self, **changes):
+        """Change the file, have it read; the file goes back to what is in force when that was refused."""
+        self.write(self.content | changes)
+        status, said = self.ask("POST", "/admin/reload", {})
+        if status == 200:
+            self.content |= changes
+        else:
+            self.write(self.content)
+        return status, said
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory, kernels):
+    os.environ["BALLAST_TEST_KEYS"] = KEY
+    folder = tmp_path_factory.mktemp("reload")
+    for name, made in (("one", contents()), ("two", contents()), ("old", contents(version=OBSERVATION_VERSION - 1))):
+        write_bundle(folder / name, made)
+    running = Service(folder)
+    yield running
+    running.stop()
+    del os.environ["BALLAST_TEST_KEYS"]
+
+
+def test_orders_need_the_key_and_json(service):
+    assert service.ask("POST", "/admin/reload", {}, key=None)[0] == 401
+    assert service.ask("POST", "/admin/reload", {}, key="wrong")[0] == 401
+    assert service.ask("POST", "/admin/reload", {}, kind="text/plain")[0] == 415
+    assert service.ask("GET", "/admin/rollout", key=None)[0] == 401
+    assert service.ask("GET", "/admin/rollout") == (200, {"stage": "off", "next_step": "set rollout.dir in the service file"})
+    status, said = service.ask("POST", "/admin/rollout/promote", {})
+    assert status == 404 and "rollout.dir" in said["error"]["message"]
+    assert service.ask("POST", "/admin/reload", {"force": 1})[0] == 400
+
+
+def test_limits_and_bundle_change_under_a_stream(service):
+    """A stream of 400 tokens goes on while a limit, then the bundle, then the bundle again, change; each is in force afterwards."""
+    pieces, ends = [], []
+
+    def read() -> None:
+        request = urllib.request.Request(
+            service.url + "/v1/completions", json.dumps(ASKED | {"max_tokens": 400, "stream": True}).encode(),
+            {"content-type": "application/json", "authorization": f"Bearer {KEY}"},
+        )  # fmt: skip
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    assert "error" not in event
+                    pieces.append(event["choices"][0]["text"])
+                    ends.extend(choice["finish_reason"] for choice in event["choices"] if choice["finish_reason"])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while not pieces:
+        assert reader.is_alive()
+        time.sleep(0.01)
+    assert service.ask("POST", "/v1/completions", ASKED | {"n": 3})[0] == 200
+    assert service.reload(gateway={"choices_max": 2}) == (200, {"changed": ["gateway.choices_max"]})
+    assert service.ask("POST", "/v1/completions", ASKED | {"n": 3})[0] == 400
+    for name in ("one", "two"):
+        status, said = service.reload(bundle=name)
+        assert status == 200 and said["changed"] == ["bundle"], said
+    assert service.ask("POST", "/v1/completions", ASKED)[0] == 200
+    metrics = service.get("/metrics")[1]
+    assert 'ballast_policy_state{state="ready"} 1.0' in metrics
+    assert 'source="policy"' in metrics
+    assert reader.is_alive(), "the stream was over before the changes"
+    reader.join(120)
+    assert ends == ["length"] and len(pieces) >= 400
+
+
+def test_what_is_refused_changes_nothing(service):
+    """Each in one line that names the key; the limit set before stays, and requests go on."""
+    for changes, said in (
+        ({"port": 9}, None),  # the command line's stands above it: no change
+        ({"cluster": "mixed-8"}, "cluster"),
+        ({"records": {"dir": "elsewhere"}}, "records"),
+        ({"model": {"name": "other"}}, "model_name"),
+        ({"host": "127.0.0.2"}, "host"),
+        ({"groups": {"pair": {"kind": "openai_http", "url": "http://127.0.0.1:9"}}}, "groups"),
+        ({"dispatch": {"limit_multiplier": 2.0}}, "dispatch.limit_multiplier"),
+        ({"gateway": {"tokeniser_threads": 3}}, "gateway.tokeniser_threads"),
+        ({"rollout": {"dir": "somewhere"}}, "rollout.dir"),
+        ({"gateway": {"choises_max": 3}}, "choices_max"),
+        ({"scheduler": {"agreement_min": 0.9, "agreement_max": 0.1}}, "agreement"),
+        ({"bundle": "nowhere"}, "nowhere"),
+        ({"bundle": "old"}, "observation_version"),
+    ):
+        status, body = service.reload(**changes)
+        if said is None:
+            assert (status, body) == (200, {"changed": []})
+            continue
+        assert status == 409 and said in body["error"]["message"] and "\n" not in body["error"]["message"], (changes, body)
+        assert service.ask("POST", "/v1/completions", ASKED)[0] == 200
+    service.file.write_text("cluster: [")
+    assert service.ask("POST", "/admin/reload", {})[0] == 409
+    service.write(service.content)
+    assert service.ask("POST", "/v1/completions", ASKED | {"n": 3})[0] == 400
+
+
+def test_a_signal_reloads_and_a_bad_file_is_told_in_the_log(service):
+    seen = len(service.lines)
+    service.write(service.content | {"gateway": {"choices_max": 3}})
+    service.process.send_signal(signal.SIGHUP)
+    until(lambda: any("reloaded changed=gateway.choices_max" in line for line in service.lines[seen:]))
+    assert service.ask("POST", "/v1/completions", ASKED | {"n": 3})[0] == 200
+    service.content |= {"gateway": {"choices_max": 3}}
+    service.write(service.content | {"nonsense": 1})
+    service.process.send_signal(signal.SIGHUP)
+    until(lambda: any("reload refused" in line and "nonsense" in line for line in service.lines))
+    assert service.ask("POST", "/v1/completions", ASKED)[0] == 200
+    service.write(service.content)
+
+
+def until(condition, limit_s: float = 20.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, "it never came to pass"
+        time.sleep(0.05)
