@@ -28,7 +28,7 @@ from tests.runtime.rollout.rollout_parts import QUICK, bundle, evaluation
 from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, dispatcher, with_service
 from tests.runtime.scheduling.test_policy_faults import BAD, DEADLINE_S, GROUPS, contents, served
 
-HERE_S = 60.0
+HERE_S = 200.0  # a limit, not a wait: tests share their cores
 
 
 class Rollout:
@@ -197,7 +197,7 @@ def test_a_candidate_that_breaks_in_its_canary(tmp_path, kind):
         await rollout.load_until(lambda: not control.state.is_active)
         rollout.service.scheduler.listeners.remove(note)
         assert control.state.stage == "rolled_back", control.state
-        assert max(waits) < 4 * DEADLINE_S + 0.2
+        assert max(waits) < 4 * DEADLINE_S + 1.0
         assert rollout.events()[-1] == ("roll back", "rolled_back")
         assert "candidate's process and breaker" in control.state.reason or "fallback share" in control.state.reason
         counts.clear()
