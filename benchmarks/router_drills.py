@@ -29,7 +29,7 @@ class Scene:
 
 @contextmanager
 def scene(folder: Path, scratch: Path, bundle: Path, tokens: int = 20, **backends: Any) -> Iterator[Scene]:
-    with Backends(folder, tokens, **backends) as servers, Gateway(scratch, bundle, outside_max=0) as gateway:
+    with Backends(folder, tokens, **backends) as servers, Gateway(scratch, bundle) as gateway:
         gateway.wait()
         yield Scene(servers, gateway, Callers(gateway.url, tokens))
 
