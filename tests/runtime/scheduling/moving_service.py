@@ -48,7 +48,7 @@ class MovingService:
                 await asyncio.sleep(0.01)
             await self.control.start()
 
-        self.run(make(), 120.0)
+        self.run(make(), 300.0)
 
     def run(self, body: Coroutine[Any, Any, Any], deadline_s: float = 60.0) -> Any:
         return asyncio.run_coroutine_threadsafe(asyncio.wait_for(body, deadline_s), self._loop).result()
