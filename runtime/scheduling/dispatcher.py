@@ -245,6 +245,8 @@ class Dispatcher:
         try:
             while True:
                 begun = sent.begun()
+                if attempts or back is not None:
+                    begun = replace(begun, waited_s=self._now_s() - request.arrival_s)
                 if back is None or (attempt := await self._go_on_at(back, call, request, begun)) is None:
                     attempt = await self._place(call, request, begun, frozenset(failed))
                 elif back.copy_s is not None:

@@ -161,7 +161,7 @@ def test_groups_are_started_and_stopped_under_load(service: MovingService, refer
         assert (await service.order(CommandKind.SCALE_OUT, 0)).outcome == "done"  # as the next test found it
         assert (await service.order(CommandKind.SCALE_IN, 2)).outcome == "done"
 
-    service.run(body(), 120.0)
+    service.run(body())
 
 
 def test_what_is_not_possible_is_refused_by_name(service: MovingService, references: list[str]):
@@ -202,7 +202,7 @@ def test_a_lost_rank_is_seen_and_comes_back(service: MovingService, references: 
         await _under_load(service, references, strike)
         service.control.moves.end_drain(0)
 
-    service.run(body(), 90.0)
+    service.run(body())
 
 
 def test_a_conversation_survives_the_drain_and_the_loss_of_its_group(service: MovingService, references: list[str]):
@@ -234,4 +234,4 @@ def test_a_conversation_survives_the_drain_and_the_loss_of_its_group(service: Mo
             await asyncio.sleep(0.05)
         assert dispatcher.prefixes.hits(block_keys(prompt))[home] == 64
 
-    service.run(body(), 90.0)
+    service.run(body())
