@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from runtime.torch_tp.engine import Engine, EngineSettings
 from runtime.torch_tp.model_folder import model_folder
 from runtime.torch_tp.nursery import Nursery
 from runtime.torch_tp.orders import Prepared, PrepareOrder, Switched, SwitchOrder
+from runtime.torch_tp.profiler import Cuts
 from runtime.torch_tp.requests import GenerationRequest
 from runtime.torch_tp.steps import StepCommand, StepResult
 from runtime.torch_tp.supervisor import GroupChange, RankSettings, Supervisor, SupervisorSettings
@@ -55,14 +57,22 @@ class StepRecord:
 
 
 class RecordingSupervisor(Supervisor):
-    """records: steps that came to an end. prepared, switches: of every change of plan; a switch with its wall time at the controller."""
+    """records: steps that came to an end. prepared, switches: of every change of plan; a switch with its wall time at the controller.
 
+    held_cuts: what a plan by measured speeds is to be instead, so that runs in between do not change it; None: nothing.
+    """
+
+    held_cuts: Cuts | None = None
     records: list[StepRecord]
     prepared: list[Prepared]
     switches: list[tuple[Switched, float]]
 
     def keep_records(self) -> None:
         self.records, self.prepared, self.switches = [], [], []
+
+    def next_plan(self, shares: Sequence[float] | None = None, **cuts: Any) -> LayerPlans:
+        held = self.held_cuts if shares is None else None
+        return super().next_plan(shares, **cuts) if held is None else super().next_plan(**held)
 
     def step(self, command: StepCommand) -> StepResult:
         plan = self.plan

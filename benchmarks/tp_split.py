@@ -21,7 +21,7 @@ from benchmarks.tp_recorder import RecordedEngine, StepRecord, decode_tokens_per
 from benchmarks.tp_settings import BenchSettings
 from envs.domain.snapshot import FloatArray
 from runtime.torch_tp.answer_stream import AnswerStream
-from runtime.torch_tp.profiler import OPERATIONS, width_shares
+from runtime.torch_tp.profiler import OPERATIONS, Cuts, balanced_cuts, width_shares
 from runtime.torch_tp.supervisor import RankSettings
 
 BASE_FACTOR = 2.0
@@ -33,6 +33,9 @@ PAIRS = (((1.0, 0.5), 0.90, 32), ((1.0, 0.25), 0.80, 24))
 BATCH, PROMPT_TOKENS = 4, 16
 ENDLESS_TOKENS = 800
 EVEN, CALIBRATION = (1.0, 1.0), (3.0, 1.0)
+CORRECTIONS = 5
+"""Plans by measured speeds, one after the other, until the uneven split stands: a rank's speed is that at its width, since a layer has
+costs that no cut divides. What `corrects_split` does while it serves."""
 
 
 # --- the calibrated model ---------------------------------------------------------------------------------------------------
@@ -112,6 +115,7 @@ def _measure_pair(settings: BenchSettings, speeds: tuple[float, ...], wanted: fl
     with RecordedEngine.begin(settings.model, ranks) as engine:
         prompts = prompts_of(BATCH, PROMPT_TOKENS, engine.config.vocabulary)
         engine.answer_all(prompts, 4)
+        engine.recorder.held_cuts = _corrected(engine, prompts, tokens)
         for number in range(settings.rounds):
             for kind, shares in (("calibration", CALIBRATION), ("even", EVEN), ("uneven", None)):
                 engine.set_plan(shares)
@@ -138,6 +142,15 @@ def _measure_pair(settings: BenchSettings, speeds: tuple[float, ...], wanted: fl
     )
     bar = at_least(f"uneven / even split, emulated speeds {name}, share of the ideal gain", gain / ideal, wanted, settings.rounds)
     return Bar(f"{bar.name}: VOID", bar.value, bar.wanted, False, bar.n) if is_void else bar
+
+
+def _corrected(engine: RecordedEngine, prompts: Sequence[Sequence[int]], tokens: int) -> Cuts:
+    """The uneven split that the engine arrives at from the even one."""
+    engine.set_plan(EVEN)
+    for _ in range(CORRECTIONS):
+        engine.answer_all(prompts, tokens)
+        engine.set_plan(None)
+    return balanced_cuts(width_shares(engine.supervisor.plan))
 
 
 def _listed(numbers: Iterable[float]) -> str:

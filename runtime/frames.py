@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-import msgpack
+import msgspec
 
 FRAME_BYTES_MAX = 64 * 2**20
 _LENGTH = struct.Struct("!I")
@@ -18,7 +18,18 @@ def framed(payload: bytes) -> bytes:
 
 
 def frame(message: list[Any]) -> bytes:
-    return framed(msgpack.packb(message, use_bin_type=True))
+    return framed(packed(message))
+
+
+def packed(value: Any) -> bytes:
+    """msgpack of plain values, dataclasses and numpy's numbers. Raises: TypeError for anything else."""
+    return msgspec.msgpack.encode(value, enc_hook=_number)
+
+
+def _number(value: Any) -> Any:
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no wire form; give dataclasses, numbers, text, bytes, lists, tuples or dicts")
 
 
 class FrameCutter:
@@ -45,4 +56,4 @@ class FrameCutter:
     def feed(self, data: bytes) -> Iterator[list[Any]]:
         """The messages of `frame` that are complete with `data`."""
         for payload in self.payloads(data):
-            yield msgpack.unpackb(payload, raw=False)
+            yield msgspec.msgpack.decode(payload)

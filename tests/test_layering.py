@@ -21,7 +21,7 @@ TRAINING = (
 )  # fmt: skip
 WEB = (
     "numpy", "numba", "llvmlite", "torch", "safetensors", "pydantic", "yaml", "zstandard", "starlette", "uvicorn", "anyio", "httpx",
-    "uvloop", "httptools", "websockets", "aiohttp", "msgpack", "msgspec", "prometheus_client", "opentelemetry",
+    "uvloop", "httptools", "websockets", "aiohttp", "msgspec", "prometheus_client", "opentelemetry",
     "tokenizers", "jinja2", "gguf", "rich", "ray",
 )  # fmt: skip
 # the simulated world and what is built straight on it; named one by one, so that a module without a layer is noticed

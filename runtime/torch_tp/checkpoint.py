@@ -6,39 +6,65 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from runtime.torch_tp.config import CheckpointError, ModelConfig, read_config, read_json
 from runtime.torch_tp.model_cache import cached_folder
 from runtime.torch_tp.model_folder import find_model, model_folder
-from runtime.torch_tp.safetensors_file import SafetensorsFile
 from runtime.torch_tp.safetensors_writer import write_float32
 
 __all__ = ["Checkpoint", "CheckpointError", "find_model", "float32_copy", "model_folder", "open_checkpoint"]
 
 INDEX = "model.safetensors.index.json"
-FLOAT32_VERSION = 1
+FLOAT32_VERSION = 2
 """Raise when what `float32_copy` writes changes."""
+
+DTYPES = ("F32", "F16", "BF16", "F64")
+
+
+class WeightFile:
+    """One safetensors file. Its tensors are views of the mapped file, so that a weight exists once per host and any slice of it is free;
+    the mapping is private (copy on write), so that nothing written by mistake reaches the disk.
+
+    entries: (shape, dtype as the file calls it) by tensor name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises: CheckpointError, in one line, for whatever is wrong with the file."""
+        try:
+            self._file = safe_open(path, "pt")
+            slices = {name: self._file.get_slice(name) for name in self._file.offset_keys()}
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: not a safetensors file, damaged or cut short ({error}); fetch it again") from error
+        self.entries = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
+        for name, (_, dtype) in self.entries.items():
+            if dtype not in DTYPES:
+                raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype!r}, which is not supported; known: {', '.join(DTYPES)}")
+
+    def tensor(self, name: str) -> Tensor:
+        return self._file.get_tensor(name)
 
 
 class Checkpoint:
     """Config and tensors of one model; all names are those of Hugging Face's Llama."""
 
-    def __init__(self, path: Path, config: ModelConfig, files: dict[str, SafetensorsFile]) -> None:
+    def __init__(self, path: Path, config: ModelConfig, files: dict[str, WeightFile]) -> None:
         self.path, self.config = path, config
         self._files = files
         for name, shape in expected_shapes(config).items():
             if name not in files:
                 raise CheckpointError(f"{path}: tensor {name!r} is missing; the file does not belong to this config, or is incomplete")
-            found = files[name].entries[name].shape
+            found = files[name].entries[name][0]
             if found != shape:
                 raise CheckpointError(f"{path}: tensor {name!r} has shape {found}, config.json implies {shape}")
 
     @property
     def is_float32(self) -> bool:
         """Whether every weight that the forward pass reads is stored as float32."""
-        return all(self._files[name].entries[name].dtype == torch.float32 for name in expected_shapes(self.config))
+        return all(self._files[name].entries[name][1] == "F32" for name in expected_shapes(self.config))
 
     def tensor(self, name: str) -> Tensor:
         """A view on the mapped file; slices of it cost nothing. Treat it as read-only."""
@@ -79,13 +105,13 @@ def float32_copy(checkpoint: Checkpoint) -> Checkpoint:
     return Checkpoint(checkpoint.path, checkpoint.config, _weight_files(folder))
 
 
-def _weight_files(folder: Path) -> dict[str, SafetensorsFile]:
+def _weight_files(folder: Path) -> dict[str, WeightFile]:
     """Tensor name → the file that holds it."""
     if (folder / INDEX).exists():
         return _sharded(folder, read_json(folder / INDEX))
     single = folder / "model.safetensors"
     if single.exists():
-        file = SafetensorsFile(single)
+        file = WeightFile(single)
         return dict.fromkeys(file.entries, file)
     unsafe = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if unsafe:
@@ -93,11 +119,11 @@ def _weight_files(folder: Path) -> dict[str, SafetensorsFile]:
     raise CheckpointError(f"{folder}: no model.safetensors and no {INDEX}")
 
 
-def _sharded(folder: Path, index: dict[str, Any]) -> dict[str, SafetensorsFile]:
+def _sharded(folder: Path, index: dict[str, Any]) -> dict[str, WeightFile]:
     places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) and Path(place).name == place for place in places.values()):
         raise CheckpointError(f"{folder / INDEX}: weight_map must map tensor names to file names beside it")
-    files = {place: SafetensorsFile(folder / place) for place in sorted(set(places.values()))}
+    files = {place: WeightFile(folder / place) for place in sorted(set(places.values()))}
     for name, place in places.items():
         if name not in files[place].entries:
             raise CheckpointError(f"{folder / INDEX}: says {name!r} is in {place}, which does not hold it")

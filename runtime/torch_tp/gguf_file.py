@@ -21,7 +21,7 @@ from runtime.torch_tp.safetensors_writer import write_float32
 
 logger = logging.getLogger(__name__)
 
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 """Raise when what is written changes: older cache entries are then left alone and not read."""
 
 ARCHITECTURES: dict[str, str] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

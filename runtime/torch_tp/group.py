@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
+from itertools import count
 from typing import Any
 
 from envs.decision.detection import FailureKind
@@ -37,7 +38,7 @@ CHANGES_KEPT = 256
 
 
 class Group:
-    """started: the first change; changed: told of every change and of every worker that is loaded."""
+    """started: the first change; changes: the latest ones, oldest first."""
 
     def __init__(
         self,
@@ -55,13 +56,13 @@ class Group:
         self.steps = StepAccount([rank.speed for rank in ranks], settings.overlap)
         self.plans = GroupPlans(self.steps.profile, settings.buddy_kv)
         self.started: Future[GroupChange] = Future()
-        self.changed = threading.Condition()
         self.changes: list[GroupChange] = []
         self.epoch = 0
         self.members: tuple[int, ...] = ()
         self._nursery, self._on_change, self._now_s = nursery, on_change, now_s
         self._meeting = MeetingPlace(settings, ranks)
         self._rounds = Rounds()
+        self._numbers = count(1)  # of orders that are no steps
         self._blame = Blame()
         self._is_whole = False  # whether every member of this epoch has come to be
         self._unreported: GroupRebuilt | None = None
@@ -118,8 +119,6 @@ class Group:
 
     def on_loaded(self, link: WorkerLink, loaded: Loaded) -> None:
         """From the roster."""
-        with self.changed:
-            self.changed.notify_all()
         self.plans.model = self.steps.model = self.plans.model or loaded.model
         self._start_if_all_came()
 
@@ -157,11 +156,13 @@ class Group:
         if failure.of == Kind.LOAD:
             self._lose(link.worker, FailureKind.RANK_KILLED, failure.detail)
             return
-        order = self._rounds.get(ANSWERS.get(Kind(failure.of), Kind.DIE))
-        if failure.of == Kind.PREPARE and (order is None or not failure.is_peer):  # of several that fail alike, the first ends the order
-            self._rounds.fail(GroupError(f"plan not prepared, nothing has changed: worker {link.worker}: {failure.detail}"), (Kind.READY,))
+        order = self._rounds.awaited(link.worker, ANSWERS.get(Kind(failure.of), Kind.DIE), message.step)
+        if failure.of == Kind.PREPARE and (order is None or not failure.is_peer):
+            if order is not None:  # of several that fail alike the first ends it, the others are late answers to an order given up
+                error = GroupError(f"plan not prepared, nothing has changed: worker {link.worker}: {failure.detail}")
+                self._rounds.fail(error, (Kind.READY,))
             return
-        if order is None or link.worker not in order.waiting:  # it is not what we think it is
+        if order is None:  # it is not what we think it is
             self._lose(link.worker, FailureKind.RANK_KILLED, f"failed at what needs no answer: {failure.detail}")
             return
         order.waiting.discard(link.worker)
@@ -214,7 +215,7 @@ class Group:
             link.standing = Standing.MEMBER
         configuration = self._configuration(links, address, takes_over)
         deadline_s = self._now_s() + self.settings.configure_deadline_s
-        self._rounds[Kind.CONFIGURED] = Round(set(workers), Future(), self._on_configured, deadline_s)
+        self._rounds[Kind.CONFIGURED] = Round(0, set(workers), Future(), self._on_configured, deadline_s)
         self._tell(links, Message(Kind.CONFIGURE, self.epoch, self.plans.newest.version, body=configuration))
 
     @property
@@ -243,9 +244,7 @@ class Group:
         )  # fmt: skip
         is_first = not self.changes
         self._is_whole = True
-        with self.changed:
-            self.changes = [*self.changes[1 - CHANGES_KEPT :], change]
-            self.changed.notify_all()
+        self.changes = [*self.changes[1 - CHANGES_KEPT :], change]
         detail = self._blame.detail or "; ".join(f"worker {lost.worker} lost: {lost.detail}" for lost in change.lost)
         self._lost, self._joining, self._keeps_kv, self._blame.detail = [], (), False, ""
         if is_first:
@@ -286,7 +285,7 @@ class Group:
             if message.epoch == self.epoch or failure.of == Kind.LOAD:
                 self._on_failure(link, message, failure)
         elif message.epoch == self.epoch:
-            order = self._rounds.answered(link.worker, message.kind, message.body)
+            order = self._rounds.answered(link.worker, message.kind, message.step, message.body)
             if order is not None and not order.waiting and not self._blame.is_pending:
                 self._rounds.settle(message.kind)
 
@@ -303,9 +302,10 @@ class Group:
         if ANSWERS[kind] in self._rounds:
             raise GroupError(f"a {kind.name} is under way already")
         members = self._members()
-        order = Round({link.worker for link in members}, future, finish, self._now_s() + deadline_s, command=command)
+        number = next(self._numbers) if command is None else command.step
+        order = Round(number, {link.worker for link in members}, future, finish, self._now_s() + deadline_s, command=command)
         self._rounds[ANSWERS[kind]] = order
-        self._tell(members, Message(kind, self.epoch, self.plans.newest.version, 0 if command is None else command.step, body))
+        self._tell(members, Message(kind, self.epoch, self.plans.newest.version, number, body))
 
     def _tell(self, links: Sequence[WorkerLink], order: Message) -> None:
         """Send what is to be answered: from now on they owe a sign of progress."""
@@ -322,7 +322,7 @@ class Group:
         self.raise_unreported()
         began_s = self._now_s()
         deadline_s = began_s + self.settings.step_deadline_s
-        order = Round(set(), future, lambda answers: self._finish_step(command, began_s, answers), deadline_s, command=command)
+        order = Round(command.step, set(), future, partial(self._finish_step, command, began_s), deadline_s, command=command)
         if self._needs_regroup or Kind.CONFIGURED in self._rounds:  # the rebuild under way ends this step, or begins it
             self._rounds[Kind.DONE] = order
         else:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 
 from runtime.torch_tp.communicators.segment_names import sweep_stale_segments
 from runtime.torch_tp.parent_death import leave_with_parent, live_on
@@ -140,13 +140,13 @@ class Nursery:
             raise NurseryGone("the nursery was not started, or is closed")
         try:
             self.await_ready()
-            socket.send_fds(self._connection, [msgpack.packb(request)], list(descriptors))
+            socket.send_fds(self._connection, [msgspec.msgpack.encode(request)], list(descriptors))
             answer = self._connection.recv(MESSAGE_BYTES_MAX)
         except OSError as error:
             raise NurseryGone(f"the nursery does not answer: {error}") from error
         if not answer:
             raise NurseryGone("the nursery has ended")
-        return msgpack.unpackb(answer)
+        return msgspec.msgpack.decode(answer)
 
     def close(self) -> None:
         """End the nursery and with it every worker that it still has. May be called twice."""
@@ -182,10 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES_MAX, 8)
             if not data:
                 break
-            request = msgpack.unpackb(data)
+            request = msgspec.msgpack.decode(data)
             if request[0] == "reap":
                 children.discard(request[1])
-                connection.send(msgpack.packb(_exit_code(request[1])))
+                connection.send(msgspec.msgpack.encode(_exit_code(request[1])))
                 continue
             nursery_pid, pid = os.getpid(), os.fork()
             if pid == 0:
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             children.add(pid)
             for descriptor in descriptors:
                 os.close(descriptor)
-            connection.send(msgpack.packb(pid))
+            connection.send(msgspec.msgpack.encode(pid))
     except OSError:
         pass  # the parent is gone in the middle of an answer
     _clear_away(children)

@@ -101,10 +101,6 @@ class RankProfile:
         rows = list(members)
         return np.asarray(self._declared[rows] / self._state.ratio[rows], dtype=np.float64)
 
-    def uncertainty(self, members: Sequence[int]) -> FloatArray:
-        """Share by which each speed may be wrong, shape (ranks, operations)."""
-        return np.asarray(self._state.uncertainty[list(members)], dtype=np.float64)
-
     def samples(self, members: Sequence[int]) -> FloatArray:
         return np.asarray(self._state.samples[list(members)], dtype=np.float64)
 

@@ -1,27 +1,23 @@
 """Messages between controller and workers: length-prefixed msgpack, each with (epoch, plan version, step).
 
-Knows how a frozen dataclass becomes bytes and comes back, and how frames are cut from a stream. Leaves to others what a message
+Knows how a dataclass becomes bytes and comes back, checked, and how frames are cut from a stream. Leaves to others what a message
 means and who may send it when. Imports no torch: the controller holds none.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hmac
 import socket
-import types
-import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
 from typing import Any
 
-import msgpack
+import msgspec
 
-from runtime.frames import FRAME_BYTES_MAX, FrameCutter, framed
+from runtime.frames import FRAME_BYTES_MAX, FrameCutter, framed, packed
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Kind(IntEnum):
@@ -62,93 +58,18 @@ class Message:
     body: Any = None
 
 
-# --- dataclasses to plain data and back -------------------------------------------------------------------------------------
-
-
-def _plain(value: Any) -> list[Any]:
-    """For what msgpack does not know: a dataclass becomes the list of its fields in order."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, name) for name in _field_names(type(value))]
-    raise TypeError(f"{type(value).__name__} has no wire form; give dataclasses, numbers, text, bytes, lists, tuples or dicts")
-
-
-@lru_cache(maxsize=256)
-def _field_names(cls: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls))
-
-
 def unpack(cls: Any, data: Any) -> Any:
     """The value of type `cls` whose wire form is `data`. Raises: ProtocolError when the data has another shape."""
     try:
-        return _decoder(cls)(data)
-    except (TypeError, ValueError, KeyError) as error:
+        return msgspec.convert(data, cls)
+    except msgspec.ValidationError as error:
         raise ProtocolError(f"message body is no {getattr(cls, '__name__', cls)}: {error}") from error
-
-
-@lru_cache(maxsize=512)
-def _decoder(cls: Any) -> Callable[[Any], Any]:
-    """Bodies are made of dataclasses, tuples, lists, X | None and scalars."""
-    origin, arguments = typing.get_origin(cls), typing.get_args(cls)
-    if dataclasses.is_dataclass(cls):
-        return _dataclass_decoder(cls)
-    if origin in (typing.Union, types.UnionType):
-        decoder = _decoder(arguments[0])
-        return lambda data: None if data is None else decoder(data)
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        decoders = [_decoder(argument) for argument in arguments]
-        return lambda data: tuple(decoder(item) for decoder, item in zip(decoders, data, strict=True))
-    if origin in (tuple, list):
-        return _sequence_decoder(origin, arguments[0])
-    if cls is float:
-        return float  # an integral float may travel as an int
-    if cls in _SCALARS:
-        return _scalar_decoder(cls)
-    raise TypeError(f"{cls} has no wire form")
-
-
-_SCALARS = (int, str, bytes, bool)
-
-
-def _scalar_decoder(cls: type) -> Callable[[Any], Any]:
-    def decode(data: Any) -> Any:
-        if not isinstance(data, cls):
-            raise TypeError(f"{data!r} where {cls.__name__} was expected")
-        return data
-
-    return decode
-
-
-def _dataclass_decoder(cls: Any) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(cls)
-    decoders = [_decoder(hints[field.name]) for field in dataclasses.fields(cls)]
-    name, count = cls.__name__, len(decoders)
-
-    def decode(data: Any) -> Any:
-        if not isinstance(data, list | tuple) or len(data) != count:
-            raise TypeError(f"{name} has {count} fields, got {data!r}")
-        return cls(*[decoder(item) for decoder, item in zip(decoders, data, strict=True)])
-
-    return decode
-
-
-def _sequence_decoder(container: Any, cls: Any) -> Callable[[Any], Any]:
-    decoder = _decoder(cls)
-
-    def decode(data: Any) -> Any:
-        if cls in _SCALARS and set(map(type, data)) <= {cls}:  # at once: a prompt is thousands of numbers
-            return container(data)
-        return container([decoder(item) for item in data])
-
-    return decode
-
-
-# --- frames -----------------------------------------------------------------------------------------------------------------
 
 
 def encode(message: Message) -> bytes:
     """One frame: 4 bytes of length, then msgpack. Raises: ProtocolError for a body over FRAME_BYTES_MAX."""
-    fields = [int(message.kind), message.epoch, message.plan_version, message.step, message.body]
-    payload: bytes = msgpack.packb(fields, default=_plain)
+    fields = (message.kind, message.epoch, message.plan_version, message.step, message.body)
+    payload = packed(fields)
     if len(payload) > FRAME_BYTES_MAX:
         raise ProtocolError(f"{message.kind.name} of {len(payload)} bytes is over {FRAME_BYTES_MAX}; move bulk data by the communicator")
     return framed(payload)
@@ -171,10 +92,8 @@ class FrameReader:
 
 def _message(payload: bytes) -> Message:
     try:
-        fields = msgpack.unpackb(payload, raw=False, strict_map_key=False)
-        kind, epoch, plan_version, step, body = fields
-        return Message(Kind(kind), epoch, plan_version, step, body)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        return Message(*msgspec.msgpack.decode(payload, type=tuple[Kind, int, int, int, Any]))
+    except msgspec.DecodeError as error:
         raise ProtocolError(f"{len(payload)} bytes are no message: {error}") from error
 
 

@@ -31,8 +31,10 @@ _BODIES: dict[Kind, Any] = {
 
 @dataclass(slots=True)
 class Round:
-    """One order and the answers so far, by worker. finish: makes of all answers what `future` gets. command: of a step."""
+    """One order and the answers so far, by worker. number: what the answers to this very order say, so that a late one to an order
+    that was given up is not taken for them. finish: makes of all answers what `future` gets. command: of a step."""
 
+    number: int
     waiting: set[int]
     future: Future[Any]
     finish: Callable[[dict[int, Any]], Any]
@@ -48,10 +50,15 @@ class Rounds(dict[Kind, Round]):
         """Workers that owe some answer."""
         return {worker for order in self.values() for worker in order.waiting}
 
-    def answered(self, worker: int, kind: Kind, body: Any) -> Round | None:
-        """Note an answer; None where none of that kind is awaited from this worker. Raises: ProtocolError for a body of another shape."""
+    def awaited(self, worker: int, kind: Kind, number: int) -> Round | None:
+        """The order of that number, where an answer of this kind is awaited from this worker."""
         order = self.get(kind)
-        if order is None or worker not in order.waiting:
+        return order if order is not None and order.number == number and worker in order.waiting else None
+
+    def answered(self, worker: int, kind: Kind, number: int, body: Any) -> Round | None:
+        """Note an answer; None where it is not awaited. Raises: ProtocolError for a body of another shape."""
+        order = self.awaited(worker, kind, number)
+        if order is None:
             return None
         order.waiting.discard(worker)
         order.answers[worker] = unpack(_BODIES[kind], body)

@@ -14,12 +14,12 @@ ALIGNMENT_BYTES = 64
 
 
 def write_float32(path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write `tensors` (in the order of `shapes`) as float32, holding one at a time; each starts on a 64-byte boundary."""
+    """Write `tensors` (in the order of `shapes`) as float32, holding one at a time; the first starts on a 64-byte boundary."""
     header: dict[str, object] = {}
     offset = 0
     for name, shape in shapes.items():
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + 4 * prod(shape)]}
-        offset += -(-4 * prod(shape) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offset += 4 * prod(shape)
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
     with open(path, "wb") as file:
@@ -27,6 +27,5 @@ def write_float32(path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: It
         for (name, shape), (got, array) in zip(shapes.items(), tensors, strict=True):
             assert name == got and array.shape == shape and array.dtype == np.float32
             file.write(np.ascontiguousarray(array).data)
-            file.write(b"\0" * (-file.tell() % ALIGNMENT_BYTES))
         file.flush()
         os.fsync(file.fileno())

@@ -140,16 +140,6 @@ class Supervisor:
         """Process id of a worker on this host; None while it is absent, or on another."""
         return self._roster.links[worker].pid
 
-    def await_change(self, epoch: int, deadline_s: float) -> bool:
-        """Wait until the group of that epoch (or a later one) stands; False after `deadline_s`."""
-        with self._group.changed:
-            return self._group.changed.wait_for(lambda: bool(self.changes) and self.changes[-1].epoch >= epoch, deadline_s)
-
-    def await_spare(self, worker: int, deadline_s: float) -> bool:
-        """Wait until a worker is loaded and could `join`; False after `deadline_s`."""
-        with self._group.changed:
-            return self._group.changed.wait_for(lambda: worker in self.spares, deadline_s)
-
     def step(self, command: StepCommand) -> StepResult:
         """Run one step on every rank.
 

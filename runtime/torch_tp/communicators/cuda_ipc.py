@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgpack
+import msgspec
 import torch
 from torch import Tensor
 
@@ -71,7 +71,7 @@ class CudaIpcCommunicator:
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Done at once: ranks of one device have nothing to overlap a sum with."""
         self.all_reduce(tensor)
-        return Done()
+        return Done(None)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [part.to(self._device) for part in self._host.all_gather(tensor.cpu())]
@@ -93,11 +93,11 @@ class CudaIpcCommunicator:
 def _handle_of(tensor: Tensor) -> bytes:
     """What another process needs to map this tensor's memory: numbers and byte strings only, no pickle."""
     storage: Any = tensor.untyped_storage()
-    return bytes(msgpack.packb([list(storage._share_cuda_()), tensor.storage_offset(), tensor.nbytes]))
+    return msgspec.msgpack.encode([list(storage._share_cuda_()), tensor.storage_offset(), tensor.nbytes])
 
 
 def _opened(packed: bytes, device: torch.device) -> Tensor:
-    handle, offset, length_bytes = msgpack.unpackb(packed)
+    handle, offset, length_bytes = msgspec.msgpack.decode(packed)
     make: Any = torch.UntypedStorage._new_shared_cuda
     # the exporter numbers devices as it sees them; both see the one they share as theirs
     storage = make(device.index or 0, *handle[1:])

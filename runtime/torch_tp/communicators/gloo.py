@@ -7,9 +7,7 @@ as through shared memory, whatever the size.
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,8 +17,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from runtime.torch_tp.communicators.bulk_thread import BulkThread, Landings, check_pairs
-from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending, PendingSwap
-from runtime.torch_tp.communicators.rank_order import as_bytes, sum_in_rank_order
+from runtime.torch_tp.communicators.interface import CollectiveTimeout, Done, GroupSettings, PeerLost, Pending, PendingSwap
+from runtime.torch_tp.communicators.rank_order import as_bytes, gather_unequal, sum_in_rank_order
 from runtime.torch_tp.rendezvous import connect_store, local_address_towards
 
 LOOK_AROUND_S = 0.02
@@ -107,7 +105,6 @@ class GlooCommunicator:
         self._address = local_address_towards(*settings.store_address)
         self._name = f"e{settings.epoch}/{name}"
         self._step, self._bulk = self._group("step"), self._group("bulk")
-        self._open: deque[_GlooSum] = deque()
         self._bulk_thread = BulkThread(settings.is_alive)
 
     def _group(self, lane: str) -> GlooGroup:
@@ -115,13 +112,9 @@ class GlooCommunicator:
         return GlooGroup(self._store, f"{self._name}/{lane}", self.rank, self.size, deadline_s, is_alive, self._address)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        self._finish_open()
-        self._sum(tensor, self._step)
-
-    def _sum(self, tensor: Tensor, group: GlooGroup) -> None:
         work = tensor.contiguous()
         if tensor.nbytes <= GATHER_UP_TO_BYTES:
-            gathered = group.gather_bytes(as_bytes(work), self.size, "all_reduce")
+            gathered = self._step.gather_bytes(as_bytes(work), self.size, "all_reduce")
             parts = [row.view(tensor.dtype).reshape(tensor.shape) for row in gathered]
             tensor.copy_(sum_in_rank_order(parts))
             return
@@ -130,47 +123,26 @@ class GlooCommunicator:
         padded = torch.zeros(per_rank * self.size, dtype=flat.dtype)
         padded[: flat.numel()] = flat
         pieces = torch.empty_like(padded)
-        group.wait(group.group.alltoall_base(as_bytes(pieces), as_bytes(padded), [], []), "all_reduce")
+        self._step.wait(self._step.group.alltoall_base(as_bytes(pieces), as_bytes(padded), [], []), "all_reduce")
         summed = sum_in_rank_order(list(pieces.view(self.size, per_rank)))
-        everything = group.gather_bytes(as_bytes(summed), self.size, "all_reduce").view(-1).view(flat.dtype)
+        everything = self._step.gather_bytes(as_bytes(summed), self.size, "all_reduce").view(-1).view(flat.dtype)
         tensor.copy_(everything[: flat.numel()].view(tensor.shape))
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """Only small sums really run beside the computation; a large one is begun when it is waited for."""
-        started = _GlooSum(self, tensor)
-        self._open.append(started)
-        return started
-
-    def _finish_open(self, until: _GlooSum | None = None) -> None:
-        while self._open:
-            head = self._open.popleft()
-            head.complete()
-            if head is until:
-                return
+        """Done at once: gloo's threads would compete with the computation for the cores; "tcp" does send ahead."""
+        self.all_reduce(tensor)
+        return Done(None)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self._finish_open()
-        own = tensor.contiguous() if tensor.dim() else tensor.reshape(1)
-        lengths = self._lengths(own)
-        longest = max(lengths)
-        padded = torch.zeros(max(longest, 1), dtype=torch.uint8)
-        padded[: own.nbytes] = as_bytes(own)
-        gathered = self._step.gather_bytes(padded, self.size, "all_gather")
-        column_bytes = own.element_size() * math.prod(own.shape[:-1])
-        shapes = [(*own.shape[:-1], length // column_bytes) for length in lengths]
-        return [row[: lengths[rank]].clone().view(own.dtype).reshape(shapes[rank]) for rank, row in enumerate(gathered)]
-
-    def _lengths(self, own: Tensor) -> list[int]:
-        length = torch.tensor([own.nbytes], dtype=torch.int64).view(torch.uint8)
-        return [int(row.view(torch.int64)) for row in self._step.gather_bytes(length, self.size, "all_gather")]
+        return gather_unequal(tensor, self.swap)
 
     def swap(self, own: Tensor) -> list[Tensor]:
-        """Gather equally long byte vectors."""
-        return _GlooSwap(self._step, own, self.size).wait()
+        """Gather equally long vectors."""
+        return list(self._step.gather_bytes(as_bytes(own), self.size, "all_gather").view(own.dtype))
 
     def start_swap(self, own: Tensor) -> PendingSwap:
-        """Begin a gather of equally long byte vectors."""
-        return _GlooSwap(self._step, own, self.size)
+        """As `swap`, done at once."""
+        return Done(self.swap(own))
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         check_pairs(sends, receives, self.rank, self.size)
@@ -203,43 +175,6 @@ class GlooCommunicator:
         for lane in ("_step", "_bulk"):
             if hasattr(self, lane):
                 delattr(self, lane)
-
-
-class _GlooSwap:
-    """A gather of equally long vectors on gloo's threads."""
-
-    def __init__(self, group: GlooGroup, own: Tensor, size: int) -> None:
-        self._group, self._own = group, own.clone()
-        self._rows = torch.empty((size, own.numel()), dtype=own.dtype)
-        self._work = group.group._allgather_base(self._rows.view(-1), self._own)
-
-    def wait(self) -> list[Tensor]:
-        self._group.wait(self._work, "all_gather")
-        return list(self._rows)
-
-
-class _GlooSum:
-    """A started sum: its gather runs on gloo's threads."""
-
-    def __init__(self, communicator: GlooCommunicator, tensor: Tensor) -> None:
-        self._communicator, self._tensor = communicator, tensor
-        self._gathered: Tensor | None = None
-        if tensor.nbytes <= GATHER_UP_TO_BYTES:
-            self._own = as_bytes(tensor.contiguous()).clone()
-            self._gathered = torch.empty((communicator.size, tensor.nbytes), dtype=torch.uint8)
-            self._work = communicator._step.group._allgather_base(self._gathered.view(-1), self._own)
-
-    def complete(self) -> None:
-        if self._gathered is None:
-            self._communicator._sum(self._tensor, self._communicator._step)
-            return
-        self._communicator._step.wait(self._work, "all_reduce")
-        parts = [row.view(self._tensor.dtype).reshape(self._tensor.shape) for row in self._gathered]
-        self._tensor.copy_(sum_in_rank_order(parts))
-
-    def wait(self) -> None:
-        if self in self._communicator._open:
-            self._communicator._finish_open(self)
 
 
 def build(settings: GroupSettings) -> GlooCommunicator:

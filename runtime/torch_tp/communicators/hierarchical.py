@@ -18,7 +18,7 @@ from torch import Tensor
 
 from runtime.torch_tp.communicators.bulk_thread import check_pairs
 from runtime.torch_tp.communicators.gloo import GlooCommunicator
-from runtime.torch_tp.communicators.interface import Communicator, GroupSettings, Pending, PendingSwap
+from runtime.torch_tp.communicators.interface import Communicator, Ending, GroupSettings, Pending, PendingSwap
 from runtime.torch_tp.communicators.shared_memory import SharedMemoryCommunicator
 from runtime.torch_tp.communicators.tcp import TcpCommunicator
 from runtime.torch_tp.communicators.wire_codec import WireCodec, codec_of
@@ -133,7 +133,7 @@ class HierarchicalCommunicator:
         """The domain's part is done now, the crossing between domains runs on, the broadcast comes with `wait`."""
         if self.way(tensor.nbytes) == "flat":
             return self._flat.start_all_reduce(tensor)
-        return _Crossing(self.start_crossing(tensor))
+        return Ending(self.start_crossing(tensor))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Gathered in the domain, then between leaders, then handed down."""
@@ -177,18 +177,6 @@ class _AlwaysHierarchical:
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._whole.reduce_by_domains(tensor)
-
-
-class _Crossing:
-    """A started hierarchical sum."""
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end: Callable[[], None] | None = end
-
-    def wait(self) -> None:
-        if self._end is not None:
-            end, self._end = self._end, None
-            end()
 
 
 def build(settings: GroupSettings) -> HierarchicalCommunicator:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+Result = TypeVar("Result")
 KINDS = ("auto", "shm", "tcp", "gloo", "nccl", "cuda_ipc", "hierarchical")
 
 
@@ -69,11 +70,26 @@ class Communicator(Protocol):
         ...
 
 
-class Done:
-    """A Pending whose sum is already there."""
+@dataclass(frozen=True, slots=True)
+class Done(Generic[Result]):
+    """A Pending (or PendingSwap) whose result is already there."""
+
+    result: Result
+
+    def wait(self) -> Result:
+        return self.result
+
+
+class Ending:
+    """A Pending that ends by a call, the first time that it is waited for."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
 
     def wait(self) -> None:
-        return None
+        end, self._end = self._end, None
+        if end is not None:
+            end()
 
 
 @dataclass(frozen=True, slots=True)

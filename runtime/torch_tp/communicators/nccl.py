@@ -7,7 +7,6 @@ does that at the deadline, or as soon as the epoch is fenced; calls and `raise_i
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from torch.distributed import PrefixStore
 
 from runtime.torch_tp.communicators.bulk_thread import BulkThread, Landings, check_pairs
 from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending
-from runtime.torch_tp.communicators.rank_order import as_bytes
+from runtime.torch_tp.communicators.rank_order import as_bytes, gather_unequal
 from runtime.torch_tp.rendezvous import connect_store
 
 logger = logging.getLogger(__name__)
@@ -125,17 +124,10 @@ class NcclCommunicator:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Waits for the device, so that a loss shows here at the latest."""
-        own = tensor.contiguous() if tensor.dim() else tensor.reshape(1)
-        columns = [int(part) for part in self._swap(torch.tensor([own.shape[-1]], device=own.device))]
-        lead = own.shape[:-1]
-        column_bytes = own.element_size() * math.prod(lead)
-        padded = torch.zeros(max(1, max(columns) * column_bytes), dtype=torch.uint8, device=own.device)
-        padded[: own.nbytes] = as_bytes(own)
-        rows = self._swap(padded)
-        torch.cuda.current_stream(own.device).synchronize()
+        parts = gather_unequal(tensor, self._swap)
+        torch.cuda.current_stream(tensor.device).synchronize()
         self.raise_if_lost()
-        parts = [row[: width * column_bytes].clone().view(own.dtype) for row, width in zip(rows, columns, strict=True)]
-        return [part.reshape(*lead, width) for part, width in zip(parts, columns, strict=True)]
+        return parts
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         check_pairs(sends, receives, self.rank, self.size)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +27,18 @@ def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor as a flat view of its bytes."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def gather_unequal(tensor: Tensor, swap: Callable[[Tensor], Sequence[Tensor]]) -> list[Tensor]:
+    """`Communicator.all_gather` by `swap`, which gathers equally long vectors: of the widths, then of the contents behind padding."""
+    own = tensor.contiguous() if tensor.dim() else tensor.reshape(1)
+    lead = own.shape[:-1]
+    columns = [int(part) for part in swap(torch.tensor([own.shape[-1]], device=own.device))]
+    column_bytes = own.element_size() * math.prod(lead)
+    padded = torch.zeros(max(1, max(columns) * column_bytes), dtype=torch.uint8, device=own.device)
+    padded[: own.nbytes] = as_bytes(own)
+    rows = zip(swap(padded), columns, strict=True)
+    return [row[: width * column_bytes].clone().view(own.dtype).reshape(*lead, width) for row, width in rows]
 
 
 def piece_cuts(count: int, size: int, alignment: int = 32) -> list[int]:

@@ -18,8 +18,8 @@ class SerialCommunicator:
     def all_reduce(self, tensor: Tensor) -> None:
         return
 
-    def start_all_reduce(self, tensor: Tensor) -> Done:
-        return Done()
+    def start_all_reduce(self, tensor: Tensor) -> Done[None]:
+        return Done(None)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor]

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from runtime.torch_tp.communicators import shared_flags as flags
-from runtime.torch_tp.communicators.interface import GroupSettings, Pending
-from runtime.torch_tp.communicators.rank_order import sum_in_rank_order
+from runtime.torch_tp.communicators.interface import Ending, GroupSettings, Pending
 from runtime.torch_tp.communicators.segments import Segment, shorten_naps
 from runtime.torch_tp.communicators.shared_mailboxes import Mailboxes
 from runtime.torch_tp.communicators.waiting import PeerWatch
@@ -126,14 +125,6 @@ class Lane:
         """This rank has read message `sequence` and all before it."""
         flags.write_flag(self.flags + self.rank * flags.FLAG_BYTES + flags.DONE, sequence + 1)
 
-    def add_up(self, sequence: int, target: Tensor) -> None:
-        """target = sum over the ranks, in rank order, of what they published."""
-        if target.dtype in _WIDTHS:
-            kernel = flags.sum_float if target.dtype is torch.float32 else flags.sum_bfloat
-            kernel(self.slots(sequence) + flags.SLOT_HEADER_BYTES, self.stride, self.size, EVERYBODY, target.data_ptr(), target.numel())
-        else:
-            target.copy_(sum_in_rank_order([self.numbers(sequence, rank, target.numel(), target.dtype) for rank in range(self.size)]))
-
     # --- sums
 
     def sum(self, tensor: Tensor) -> None:
@@ -161,11 +152,10 @@ class Lane:
             if not self._open or self._open[-1].is_published:
                 started.publish()
             self._open.append(started)
-            return _Started(self, started)
+            return Ending(lambda: self.finish(started))
 
     def _begin(self, tensor: Tensor) -> _Sum:
-        kind = _Sum if tensor.dtype in _WIDTHS else _OtherSum
-        begun = kind(self, tensor, self.sequence)
+        begun = _Sum(self, tensor, self.sequence)
         self.sequence += begun.chunks
         return begun
 
@@ -190,28 +180,15 @@ class Lane:
         with self._lock:
             self.finish_open()
             work = _checked(tensor)
-            if work.dtype in _WIDTHS:
-                self._sum_at_once(work, leader)
-            else:
-                for part in work.view(-1).split(self.chunk_bytes // work.element_size()):
-                    self._reduce_part(leader, part)
+            self._sum_at_once(work, leader)
             if self.rank == leader and work is not tensor:
                 tensor.copy_(work)
-
-    def _reduce_part(self, leader: int, part: Tensor) -> None:
-        sequence = self.sequence
-        self.sequence += 1
-        self.publish(sequence, part.data_ptr(), part.nbytes)
-        if self.rank == leader:
-            self.await_published(sequence)
-            self.add_up(sequence, part)
-        self.release(sequence)
 
     def broadcast_from(self, leader: int, tensor: Tensor) -> None:
         """Everybody's `tensor` becomes the leader's."""
         with self._lock:
             self.finish_open()
-            work = _checked(tensor)
+            work = tensor.contiguous()
             place = (self.fields, self.sequence, work.data_ptr(), work.nbytes, self._progress_address, leader)
             self.sequence += max(1, -(-work.nbytes // self.chunk_bytes))
             self.until("broadcast", lambda waited: flags.advance_broadcast(*place, waited))
@@ -257,21 +234,23 @@ class Lane:
 
 
 def _checked(tensor: Tensor) -> Tensor:
-    """`tensor` or a contiguous copy. Raises: ValueError for what cannot be summed in shared memory."""
+    """`tensor` or a contiguous copy; float16 is summed in float32 and rounded once. Raises: ValueError for what cannot be summed here."""
     if tensor.device.type != "cpu":
         raise ValueError(f"a sum in shared memory got a tensor on {tensor.device}; use kind 'nccl' for tensors on a GPU")
-    if tensor.dtype is torch.bool or tensor.dtype.is_complex:
-        raise ValueError(f"all_reduce of {tensor.dtype}: give float32, bfloat16, float16, float64 or an integer type")
+    if tensor.dtype is torch.float16:
+        return tensor.to(torch.float32)
+    if tensor.dtype not in _WIDTHS:
+        raise ValueError(f"all_reduce of {tensor.dtype} in shared memory: give float32, bfloat16 or float16")
     return tensor.contiguous()
 
 
 class _Sum:
-    """An all-reduce under way, of float32 or bfloat16: the compiled kernel keeps its progress."""
+    """An all-reduce under way: the compiled kernel keeps its progress."""
 
     def __init__(self, lane: Lane, tensor: Tensor, sequence: int) -> None:
         self._lane, self._target = lane, tensor
         self._work = _checked(tensor)
-        self._count, self._width = tensor.numel(), tensor.element_size()
+        self._count, self._width = self._work.numel(), self._work.element_size()
         self._first = sequence
         per_chunk = lane.chunk_bytes // self._width
         self.chunks = max(1, -(-self._count // per_chunk))
@@ -294,34 +273,6 @@ class _Sum:
         self._lane.until("all_reduce", self._advance)
         if self._work is not self._target:
             self._target.copy_(self._work)
-
-
-class _OtherSum(_Sum):
-    """An all-reduce of another dtype: summed by torch, chunk by chunk when it is waited for."""
-
-    def publish(self) -> None:
-        pass
-
-    def complete(self) -> None:
-        lane = self._lane
-        for number, part in enumerate(self._work.view(-1).split(lane.chunk_bytes // self._width)):
-            sequence = self._first + number
-            lane.publish(sequence, part.data_ptr(), part.nbytes)
-            lane.await_published(sequence)
-            lane.add_up(sequence, part)
-            lane.release(sequence)
-        if self._work is not self._target:
-            self._target.copy_(self._work)
-
-
-class _Started:
-    """The Pending of a started sum."""
-
-    def __init__(self, lane: Lane, started: _Sum) -> None:
-        self._lane, self._started = lane, started
-
-    def wait(self) -> None:
-        self._lane.finish(self._started)
 
 
 class SharedMemoryCommunicator:

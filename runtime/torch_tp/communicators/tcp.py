@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from runtime.torch_tp.communicators.bulk_thread import BulkThread, Landings, check_pairs
-from runtime.torch_tp.communicators.interface import CollectiveTimeout, GroupSettings, PeerLost, Pending, PendingSwap
+from runtime.torch_tp.communicators.interface import CollectiveTimeout, Ending, GroupSettings, PeerLost, Pending, PendingSwap
 from runtime.torch_tp.communicators.rank_order import as_bytes, piece_cuts, sum_in_rank_order
 from runtime.torch_tp.communicators.shared_flags import sum_float
 from runtime.torch_tp.communicators.socket_exchange import ALL_DONE, CLOSED, swap_with_all
@@ -288,12 +288,7 @@ class TcpCommunicator:
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         started = _TcpSum(self._step, tensor)
         self._open.append(started)
-        return _OpenSum(self, started)
-
-    def finish(self, started: _TcpSum) -> None:
-        """Complete the started sums up to and with this one."""
-        if started in self._open:
-            self._finish_open(started)
+        return Ending(lambda: self._finish_open(started) if started in self._open else None)
 
     def _finish_open(self, until: _TcpSum | None = None) -> None:
         while self._open:
@@ -416,16 +411,6 @@ class _TcpSwap:
     def wait(self) -> list[Tensor]:
         self._mesh.settle("all_gather")
         return list(self._rows)
-
-
-class _OpenSum:
-    """The Pending of a started sum."""
-
-    def __init__(self, communicator: TcpCommunicator, started: _TcpSum) -> None:
-        self._communicator, self._started = communicator, started
-
-    def wait(self) -> None:
-        self._communicator.finish(self._started)
 
 
 def build(settings: GroupSettings) -> TcpCommunicator:

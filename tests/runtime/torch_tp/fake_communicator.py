@@ -72,7 +72,7 @@ class FakeCommunicator:
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         self.all_reduce(tensor)
-        return Done()
+        return Done(None)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return self._share(tensor if tensor.dim() else tensor.reshape(1))

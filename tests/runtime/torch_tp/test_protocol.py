@@ -26,8 +26,9 @@ from runtime.torch_tp.steps import NewSlot, SliceCommand, SlotGrowth, SlotTokens
 
 PLAN = LayerPlans(3, (SplitPlan((2, 0, 1), (3, 1, 0), (5, 5, 0), mlp_block=4, version=3), SplitPlan((1, 1, 1), (4, 0, 0), (5, 5, 0), 4, 3)))
 RECORD = SlotRecord(NewSlot(1, "größe", 3, 64, 2**62, SamplingSettings(temperature=1.0), prompt=(1, 2), logprobs=0), 17)
+HELLO = {"protocol_version": 1, "token": "secret", "worker": 2, "pid": 4711, "node": "node-a"}
 BODIES = [
-    Hello(1, "secret", 2, 4711, "node-a"),
+    Hello(**HELLO),
     Configuration((0, 2, 5), ((0, 2), (5,)), "auto", "10.0.0.1", 4000, ("a", "b"), 30.0, (PLAN,), True, joined=(5,), slots=(RECORD,)),
     PrepareOrder(PLAN, (1, 2), 3),
     PrepareOrder(None),
@@ -72,7 +73,9 @@ def test_what_is_no_message_is_refused(data):
         list(FrameReader().feed(data))
 
 
-@pytest.mark.parametrize("data", [None, 5, [1, "a"], [1, "secret", "two", 4, "n"], [1, "secret", 2, 4, "n", "more"]])
+@pytest.mark.parametrize(
+    "data", [None, 5, [1, "a"], {"protocol_version": 1, "token": "a"}, HELLO | {"worker": "two"}, HELLO | {"node": None}]
+)
 def test_a_body_of_another_shape_is_refused(data):
     with pytest.raises(ProtocolError, match="Hello"):
         unpack(Hello, data)
@@ -81,7 +84,7 @@ def test_a_body_of_another_shape_is_refused(data):
 def test_an_invariant_of_a_plan_is_checked_on_arrival():
     (message,) = FrameReader().feed(encode(Message(Kind.STEP, body=PLAN)))
     wire = message.body
-    wire[1][0][0] = [-1, 2, 2]
+    wire["layers"][0]["query_heads"] = [-1, 2, 2]
     with pytest.raises(ProtocolError, match="widths >= 0"):
         unpack(LayerPlans, wire)
 

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,11 +19,12 @@ from envs.decision.layer_cuts import layer_plans
 from envs.domain.plans import LayerPlans
 from runtime.torch_tp.group import Group
 from runtime.torch_tp.nursery import Nursery
-from runtime.torch_tp.orders import Failure, PrepareOrder
+from runtime.torch_tp.orders import Failure, Prepared, PrepareOrder
 from runtime.torch_tp.protocol import Kind, Message
 from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.steps import SliceCommand, StepCommand
 from runtime.torch_tp.supervisor import GroupError, GroupGone, GroupRebuilt, RankSettings, Supervisor
+from runtime.torch_tp.worker_link import WorkerLink
 from tests.runtime.torch_tp.group_driver import SETTINGS, Driver, Run, generate
 
 SAMPLED = SamplingSettings(temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=7)
@@ -39,6 +42,14 @@ def group(dreams: Path, nursery: Nursery, *speeds: float) -> Supervisor:
     supervisor = Supervisor(dreams, [RankSettings(speed=speed) for speed in speeds], SETTINGS, nursery=nursery)
     supervisor.start()
     return supervisor
+
+
+def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    """Wait for something that another thread brings about."""
+    end_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end_s, "did not come about"
+        time.sleep(0.005)
 
 
 def once_at(step: int, act: Callable[[Driver], None]) -> Callable[[Driver], None]:
@@ -116,7 +127,7 @@ def test_a_rank_lost_while_idle_is_noticed_without_a_step(dreams, nursery, undis
         assert pid is not None
         os.kill(pid, number)
         limit_s = 1.0 if number == signal.SIGKILL else 3.0
-        assert supervisor.await_change(epoch=2, deadline_s=20.0)
+        until(lambda: supervisor.changes[-1].epoch >= 2)
         change = supervisor.changes[-1]
         assert change.members == (1,)
         assert change.lost[0].silent_s <= limit_s
@@ -211,7 +222,7 @@ def test_a_lost_rank_comes_back_and_no_slot_is_filled_again(dreams, nursery, und
         elif driver.run.steps == 8 and seen == ["kill"]:
             seen.append("respawn")
             supervisor.respawn(1)
-            assert supervisor.await_spare(1, deadline_s=60.0)
+            until(lambda: 1 in supervisor.spares, 60.0)
             change = supervisor.join([1])
             assert change.keeps_kv and change.members == (0, 1)
             assert supervisor.plan.layers[0].query_heads == (4, 0)
@@ -321,7 +332,7 @@ class SlowListener(Group):
             SlowListener.heard = True
             for worker in sorted(order.waiting - {1}):
                 failure = Failure(int(Kind.STEP), True, "all_reduce: the process of rank 1 is dead")
-                self._on_failure(self.roster.links[worker], Message(Kind.FAILED, self.epoch), failure)
+                self._on_failure(self.roster.links[worker], Message(Kind.FAILED, self.epoch, step=order.number), failure)
         super()._regroup(plans)
 
 
@@ -351,6 +362,47 @@ def test_a_plan_that_could_not_be_prepared_is_not_held_against_a_later_loss(drea
         run = generate(supervisor, once_at(10, act))
         assert run.tokens == undisturbed[0].tokens
         assert supervisor.changes[-1].members == (0, 2) and supervisor.changes[-1].keeps_kv and not run.rebuilt
+
+
+class LateAnswers(Group):
+    """Gets what ranks 1 and 2 say of the first PREPARE only while the second is under way."""
+
+    held: ClassVar[list[tuple[WorkerLink, Message]]] = []
+    is_holding = True
+
+    def on_message(self, link: WorkerLink, message: Message) -> None:
+        if message.kind is Kind.FAILED and self.is_holding and link.worker > 0:
+            self.held.append((link, message))
+        else:
+            super().on_message(link, message)
+
+    def order(self, kind: Kind, *rest: Any) -> None:
+        super().order(kind, *rest)
+        if kind is Kind.PREPARE and self.held:
+            LateAnswers.is_holding = False
+            for link, message in self.held:
+                self.on_message(
+                    link, replace(message, kind=Kind.READY, body={"moves": [7], "weight_bytes": 0, "kv_bytes": 0, "seconds": 0.0})
+                )  # as if that rank had been able to
+                self.on_message(link, message)
+
+
+def test_late_answers_to_an_order_given_up_are_not_taken_for_those_to_the_next(dreams, nursery, undisturbed, monkeypatch):
+    """A PREPARE ends with the first rank's failure; what the others say of it comes during the next one, and neither ends nor fills it."""
+    monkeypatch.setattr("runtime.torch_tp.supervisor.Group", LateAnswers)
+    prepared: list[Prepared] = []
+
+    def act(driver: Driver) -> None:
+        assert driver.supervisor.prepare(PrepareOrder(moves=(0,), to_version=99)).exception(20.0) is not None
+        until(lambda: len(LateAnswers.held) == 2)
+        prepared.append(driver.supervisor.prepare(PrepareOrder(driver.supervisor.next_plan((1.0, 2.0, 3.0)))).result(20.0))
+
+    with Supervisor(dreams, [RankSettings()] * 3, SETTINGS, nursery=nursery) as supervisor:
+        supervisor.start()
+        run = generate(supervisor, once_at(10, act))
+        assert not LateAnswers.is_holding and run.tokens == undisturbed[0].tokens
+        assert supervisor.members == (0, 1, 2) and not run.rebuilt
+    assert len(prepared) == 1 and prepared[0].moves == ()
 
 
 def test_with_buddies_slots_move_and_are_still_kept(dreams, nursery, undisturbed):
