@@ -122,7 +122,7 @@ class OnlineScheduler:
         """All that a decision computes here, of which nothing comes."""
         point = point_of(question, self._view(), self._tables())
         encode(point, len(point.commands))
-        self._heuristic.choose(point)
+        self.heuristic.choose(point)
 
     async def _has_turn(self, patience_s: float) -> bool:
         if not self._turn.locked():
