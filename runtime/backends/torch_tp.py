@@ -75,7 +75,7 @@ class TorchTpBackend(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._cutter, self._report = FrameCutter(), None
-        command = [sys.executable, "-m", "runtime.backends.group_host", str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", "runtime.backends.group_host", str(theirs.fileno()), str(os.getpid()), self.name]
         try:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         finally:
