@@ -88,6 +88,7 @@ class TorchTpBackend(asyncio.Protocol):
             async with asyncio.timeout(START_DEADLINE_S):
                 await asyncio.shield(self._up)
         except TimeoutError:
+            self._up.cancel()  # nobody waits for it any more
             await self._end_process(deadline_s=0.0)
             raise BackendFault(f"{self.name}: not up within {START_DEADLINE_S:g} s") from None
         except BackendFault:
