@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.drill_service import DrilledService, words
 from envs.decision.detection import DETECTION, DetectionRule, FailureKind
+from runtime.frames import FRAME_BYTES_MAX, framed
 
 _PIDFD_GETFD = 438
 SLOW_S, SLOW_STOP_S, SLOW_RUN_S = 2.0, 0.03, 0.03
@@ -87,9 +88,11 @@ async def _slow_down(pid: int) -> None:
 
 
 def _garble(pid: int, descriptor: int, rng: random.Random) -> None:
-    """Wrong bytes to whoever listens at the other end."""
+    """Wrong bytes to whoever listens at the other end: noise, half a frame's head, a frame of noise, one that will never be whole."""
+    noise = rng.randbytes(64)
+    wrong = rng.choice((noise, noise[:1], framed(noise), (FRAME_BYTES_MAX - 1).to_bytes(4, "big")))
     with _socket_of(pid, descriptor) as connection, contextlib.suppress(BlockingIOError):
-        connection.send(rng.randbytes(rng.choice((1, 7, 64, 4096))), socket.MSG_DONTWAIT)
+        connection.send(wrong, socket.MSG_DONTWAIT)
 
 
 def _control_socket(pid: int) -> int:

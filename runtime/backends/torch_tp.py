@@ -66,7 +66,7 @@ class TorchTpBackend(asyncio.Protocol):
         self._resplits: dict[int, asyncio.Future[SplitDone]] = {}
         self._number = 0
         self._report: GroupReport | None = None
-        self._heard_s = 0.0  # when its process last said anything
+        self._heard_s = 0.0  # when its process last sent a whole message
 
     # --- Backend ------------------------------------------------------------------------------------------------------------
 
@@ -177,9 +177,9 @@ class TorchTpBackend(asyncio.Protocol):
     # --- asyncio.Protocol ---------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        self._heard_s = time.monotonic()
         try:
             for message in self._cutter.feed(data):
+                self._heard_s = time.monotonic()  # bytes alone are no sign of life
                 self._on_message(message)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             logger.error("group host speaks nonsense group=%s reason=%s", self.name, error)
