@@ -144,15 +144,18 @@ async def serve(config: ServiceConfig, read_again: Callable[[], ServiceConfig]) 
         asyncio.get_running_loop().add_signal_handler(number, stop)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     starting = asyncio.create_task(_announce(service, config, port))
+    # what cannot start at all must not listen on for ever
+    starting.add_done_callback(lambda done: stop() if not done.cancelled() and done.exception() is not None else None)
     try:
         await server.serve(sockets=[listening])
     finally:
         starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await starting
+        await asyncio.wait([starting])
         await service.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+    if not starting.cancelled():
+        starting.result()
     return 0
 
 

@@ -244,7 +244,8 @@ def start_engine(settings: M.HostSettings) -> Engine:
 def main(arguments: list[str]) -> int:
     die_with_parent(int(arguments[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which stops its groups itself
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    group = arguments[2].replace("%", "%%")  # several hosts share their log
+    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s %(name)s group={group} %(message)s", stream=sys.stderr)
     with contextlib.suppress(KeyboardInterrupt):
         return asyncio.run(run(int(arguments[0])))
     return 130

@@ -66,7 +66,7 @@ class TorchTpBackend(asyncio.Protocol):
         self._resplits: dict[int, asyncio.Future[SplitDone]] = {}
         self._number = 0
         self._report: GroupReport | None = None
-        self._heard_s = 0.0  # when its process last said anything
+        self._heard_s = 0.0  # when its process last sent a whole message
 
     # --- Backend ------------------------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class TorchTpBackend(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._cutter, self._report = FrameCutter(), None
-        command = [sys.executable, "-m", "runtime.backends.group_host", str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-m", "runtime.backends.group_host", str(theirs.fileno()), str(os.getpid()), self.name]
         try:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         finally:
@@ -88,6 +88,7 @@ class TorchTpBackend(asyncio.Protocol):
             async with asyncio.timeout(START_DEADLINE_S):
                 await asyncio.shield(self._up)
         except TimeoutError:
+            self._up.cancel()  # nobody waits for it any more
             await self._end_process(deadline_s=0.0)
             raise BackendFault(f"{self.name}: not up within {START_DEADLINE_S:g} s") from None
         except BackendFault:
@@ -176,9 +177,9 @@ class TorchTpBackend(asyncio.Protocol):
     # --- asyncio.Protocol ---------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        self._heard_s = time.monotonic()
         try:
             for message in self._cutter.feed(data):
+                self._heard_s = time.monotonic()  # bytes alone are no sign of life
                 self._on_message(message)
         except (ValueError, TypeError, KeyError, IndexError) as error:
             logger.error("group host speaks nonsense group=%s reason=%s", self.name, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -148,6 +149,28 @@ def test_check_explains_and_starts_nothing(tmp_path):
         file.write_text(yaml.safe_dump(content))
         bad = check("--config", str(file))
         assert bad.returncode == 2 and said in bad.stderr and bad.stderr.count("\n") == 1, bad.stderr
+
+
+def test_a_service_that_cannot_start_ends_and_says_why(monkeypatch):
+    """Its groups raise at their start: it does not listen on without them, and the error comes out once all is closed."""
+    from runtime.serve import serve
+    from runtime.service import Service
+    from runtime.service_config import load_service
+
+    closed = []
+
+    async def start(service: Service) -> None:
+        raise RuntimeError("no groups today")
+
+    async def close(service: Service) -> None:
+        closed.append(service)
+
+    monkeypatch.setattr(Service, "start", start)
+    monkeypatch.setattr(Service, "close", close)
+    config = load_service(None, "unlike-3", port=0)
+    with pytest.raises(RuntimeError, match="no groups today"):
+        asyncio.run(asyncio.wait_for(serve(config, lambda: config), 20.0))
+    assert len(closed) == 1
 
 
 # --- small real ranks ---------------------------------------------------------------------------------------------------------
