@@ -23,6 +23,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as parse_safetensors
 from safetensors.numpy import save as dump_safetensors
 
+from agents.whole_files import read_plain_file
+
 Float32Array = NDArray[np.float32]
 
 FORMAT_VERSION = 1
@@ -318,7 +320,8 @@ def write_bundle(directory: str | os.PathLike[str], contents: BundleContents) ->
 
 def bundle_digests(directory: Path) -> dict[str, str]:
     """SHA-256 of a bundle's two files, by file name. Raises: OSError."""
-    return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in (DESCRIPTION_FILE, WEIGHTS_FILE)}
+    most = {DESCRIPTION_FILE: DESCRIPTION_BYTES_MAX, WEIGHTS_FILE: WEIGHTS_BYTES_MAX}
+    return {name: hashlib.sha256(read_plain_file(directory / name, bytes_max)).hexdigest() for name, bytes_max in most.items()}
 
 
 def _describe(contents: BundleContents, weights: bytes) -> dict[str, Any]:
@@ -369,11 +372,10 @@ def _read_capped(path: Path, bytes_max: int) -> bytes:
     """Read a regular file of at most `bytes_max` bytes."""
     if not path.is_file():
         raise BundleError(f"{path.name} is missing")
-    with open(path, "rb") as file:
-        data = file.read(bytes_max + 1)
-    if len(data) > bytes_max:
-        raise BundleError(f"{path.name} is larger than {bytes_max} bytes")
-    return data
+    try:
+        return read_plain_file(path, bytes_max)
+    except OSError as error:
+        raise BundleError(f"{path.name} {error.strerror}") from error
 
 
 def _refuse_constant(text: str) -> Any:

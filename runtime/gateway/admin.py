@@ -123,7 +123,7 @@ class Admin:
             raise ApiError(408, f"The body did not come within {BODY_WAIT_S:g} s.", code="body_timeout") from None
         try:
             return decoder.decode(bytes(body) or b"{}")
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise invalid(f"The body cannot be used: {error}") from error
 
     async def _answered(self, order: Any) -> Response:

@@ -42,7 +42,7 @@ async def served(folder: Path, keys: tuple[str, ...] = ()):
     await service.start()
 
     def client(address=LOCAL, **more) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=address), base_url="http://t", **more)
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=address), base_url="http://localhost", **more)
 
     try:
         yield client, service
@@ -185,6 +185,11 @@ def test_who_may_ask(tmp_path, kernels):
             assert (await there.post("/admin/groups/a100-pair/drain", headers=JSON)).status_code == 403
             plain = await here.post("/admin/groups/a100-pair/drain", content="{}", headers={"content-type": "text/plain"})
             assert plain.status_code == 415
+            for host, status in (
+                ("evil.example", 403), ("127.0.0.1.evil.example:80", 403), ("", 403), ("10.0.0.1", 403),
+                ("localhost:8000", 200), ("[::1]:8000", 200),
+            ):  # fmt: skip
+                assert (await here.get("/admin/state", headers={"host": host})).status_code == status, host
             large = await here.post("/admin/groups/a100-pair/drain", content=b" " * 70_000, headers=JSON)
             assert large.status_code == 413
             assert not service.dispatcher.telemetry.is_draining.any()
