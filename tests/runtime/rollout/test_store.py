@@ -116,7 +116,8 @@ def test_bundles_are_copied_and_checked(tmp_path):
     "damaged",
     [
         b"{", b"", b"\xff", b"[]", b'{"stage": "\xff"}', b'{"stage": "canary"}', b'{"stage": "adopted"}',
-        b'{"stage": "bogus"}', b'{"step": -1}', b'{"sequence": -7}', b'{"sequence": "1"}', b'{"stats": ' + b"[" * 5000, b'{"stats": {"a":' * 3000, b" " * (5 << 20),
+        b'{"stage": "bogus"}', b'{"step": -1}', b'{"sequence": -7}', b'{"sequence": "1"}', b'{"stats": ' + b"[" * 5000,
+        b'{"stats": {"a":' * 3000, b" " * (5 << 20),
         b'{"candidate": {"folder": "/a"}}',
     ],
 )  # fmt: skip
