@@ -128,6 +128,8 @@ async def serve(config: ServiceConfig, read_again: Callable[[], ServiceConfig]) 
     reloads: set[asyncio.Task[None]] = set()
 
     def reload() -> None:
+        if len(reloads) > 1:
+            return  # one waits already, and will read what is there then
         task = asyncio.create_task(_reload_quietly(reloader))
         reloads.add(task)
         task.add_done_callback(reloads.discard)

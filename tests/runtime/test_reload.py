@@ -154,6 +154,19 @@ def test_what_is_refused_changes_nothing(service):
     assert service.ask("POST", "/v1/completions", ASKED | {"n": 3})[0] == 400
 
 
+def test_a_storm_of_signals_is_one_or_two_reloads(service):
+    """Each would read the file and the bundle; who asks after them waits for two at most, and gets an answer at once."""
+    before = "".join(service.lines).count("reloaded changed")
+    for _ in range(200):
+        os.kill(service.process.pid, signal.SIGHUP)
+        time.sleep(0.001)
+    status, _ = service.ask("POST", "/admin/reload", {})
+    assert status == 200
+    time.sleep(0.2)
+    made = "".join(service.lines).count("reloaded changed") - before
+    assert 1 <= made < 150
+
+
 def test_a_signal_reloads_and_a_bad_file_is_told_in_the_log(service):
     seen = len(service.lines)
     service.write(service.content | {"gateway": {"choices_max": 3}})
