@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.conditions import MachineLoad
-from benchmarks.drill_clients import Clients, Reference
+from benchmarks.drill_clients import CONTENT, Clients, Reference
 from benchmarks.drill_faults import KINDS, FaultKind, strike
 from benchmarks.drill_figures import Found, Strike, bars, table
 from benchmarks.drill_service import DrilledService, drilled
@@ -136,7 +136,7 @@ class Drill:
 
 def _progress(done: int, of: int, requests: int, clients: Clients) -> None:
     wide = 30 * done // of
-    wrong = sum(answer.verdict in ("lost", "tokens", "changed") for answer in clients.answers)
+    wrong = sum(answer.verdict not in CONTENT for answer in clients.answers)
     print(f"[{'#' * wide}{'.' * (30 - wide)}] faults {done}/{of}, requests {requests}, wrong {wrong}", file=sys.stderr, flush=True)
 
 
@@ -201,8 +201,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = asyncio.run(run(service, folder, options))
         left = service.left()
         found.served_by = service.served_by()
-    for answer in [answer for answer in found.answers if answer.verdict not in ("whole", "tie")][:20]:
-        print(f"{answer.name} {answer.verdict}: {answer.detail}")
     print(*left, *([] if left else ["nothing left"]), sep="\n")
     print(f"answers {len(found.answers)}, {dict(found.verdicts())}")
     print(table(found))
