@@ -184,7 +184,7 @@ def slow_link(store_address: tuple[str, int], round_robin: bool) -> Iterator[Bar
         yield at_least(f"flat gloo / best hierarchical 2x2 over a 1 Gbit/s cable, {size // 1024} KiB", faster, 1.8, ROUNDS)
 
 
-BULK_BYTES = 32 << 20
+BULK_BYTES = 8 << 20
 STEP_SUMS = 300
 
 
@@ -229,7 +229,7 @@ def beside_bulk(rank: int, place: Place, kind: str) -> tuple[list[float], list[f
 
 
 def bulk(store_address: tuple[str, int], round_robin: bool) -> Iterator[Bar]:
-    """Sums of a step (8 sequences of SmolLM2-135M) beside a move of 32 MiB each way, 2 ranks."""
+    """Sums of a step (8 sequences of SmolLM2-135M) beside a move of 8 MiB each way, 2 ranks."""
     for kind in ("shm", "tcp"):
         place = new_place(store_address)
         quiet, loaded, rates = run_ranks(beside_bulk, 2, round_robin=round_robin, place=place, kind=kind)[0]

@@ -23,11 +23,14 @@ from runtime.torch_tp.shares import Interval
 CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Shadow:
+    """tokens: copied ahead, or to be when `copy_ahead` comes; copied: before that."""
+
     slot: int
     shadow: int
-    tokens: int  # copied ahead
+    tokens: int
+    copied: int = 0
 
 
 class KvMover:
@@ -61,7 +64,8 @@ class KvMover:
     def begin(
         self, slots: Sequence[int], shadow_of: Callable[[int], int], to_version: int, room_of: Callable[[int], int]
     ) -> tuple[int, ...]:
-        """Take shadows for as many of `slots` as there is room for; returns those."""
+        """Take shadows for as many of `slots` as there is room for; returns those. room_of: a slot's tokens_max, now and at the end."""
+        self._room_of = room_of
         for slot in slots:
             try:
                 self._kv.allocate(shadow_of(slot), to_version, room_of(slot))
@@ -71,17 +75,25 @@ class KvMover:
             self._generations[slot] = self._generation_of(slot)
         return tuple(shadow.slot for shadow in self._shadows)
 
-    def copy_ahead(self) -> None:
-        """Copy what the slots held at `begin`. Raises: PeerLost, CollectiveTimeout."""
+    def go_on(self) -> tuple[int, ...]:
+        """After `copy_ahead`: have it copy what came since; returns all slots that are being copied."""
         for shadow in self._shadows:
-            self._copy(shadow, 0, shadow.tokens)
+            shadow.copied = shadow.tokens
+            if self._is_same(shadow) and self._has_grown_with(shadow):
+                shadow.tokens = self._kv.length(shadow.slot)
+        return tuple(shadow.slot for shadow in self._shadows)
+
+    def copy_ahead(self) -> None:
+        """Copy what the slots held at `begin` or `go_on`. Raises: PeerLost, CollectiveTimeout."""
+        for shadow in self._shadows:
+            self._copy(shadow, shadow.copied, shadow.tokens)
 
     def finish(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Bring the shadows of `slots` up to date and put them in the place of their slots; drop the others. Returns: the slots moved,
-        which are those that were neither given up nor refilled since `begin`."""
+        which are those that were neither given up nor refilled since `begin`, and for which there is room where they have grown."""
         moved: list[int] = []
         for shadow in self._shadows:
-            if shadow.slot in slots and self._generation_of(shadow.slot) == self._generations[shadow.slot]:
+            if shadow.slot in slots and self._is_same(shadow) and self._has_grown_with(shadow):
                 self._copy(shadow, shadow.tokens, self._kv.length(shadow.slot), at_switch=True)
                 with self._lock:
                     self._kv.move(shadow.shadow, shadow.slot)
@@ -90,6 +102,19 @@ class KvMover:
                 self._kv.release(shadow.shadow)
         self._shadows.clear()
         return tuple(moved)
+
+    def _is_same(self, shadow: _Shadow) -> bool:
+        """Whether its slot was neither given up nor refilled."""
+        return self._generation_of(shadow.slot) == self._generations[shadow.slot]
+
+    def _has_grown_with(self, shadow: _Shadow) -> bool:
+        """Give a shadow the room that its slot has by now; False where there is none, alike on every rank."""
+        try:
+            with self._lock:
+                self._kv.grow(shadow.shadow, self._room_of(shadow.slot))
+        except KvFull:
+            return False
+        return True
 
     def _copy(self, shadow: _Shadow, start: int, end: int, *, at_switch: bool = False) -> None:
         if end <= start:

@@ -82,11 +82,12 @@ class Configured:
 @dataclass(frozen=True, slots=True)
 class PrepareOrder:
     """Get ready for a switch while steps go on. plan: a new one to hold ready; None: none. moves: slots whose KV is to be copied ahead,
-    to where plan version `to_version`, live already, wants it."""
+    to where plan version `to_version`, live already, wants it. goes_on: the copies made last are to be brought up to date instead."""
 
     plan: LayerPlans | None = None
     moves: tuple[int, ...] = ()
     to_version: int = 0
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

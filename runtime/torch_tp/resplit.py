@@ -19,6 +19,9 @@ from runtime.torch_tp.orders import Prepared, PrepareOrder, Switched, SwitchOrde
 from runtime.torch_tp.shares import Interval, buddies, cut, kept_kv, kv_interval
 
 LIVE_PLANS_MAX = 2
+UP_TO_DATE_S = 0.25
+"""A copy that took longer is brought up to date once more before the switch, as long as each round takes less than half of the last:
+what came meanwhile would cross while nothing runs."""
 
 
 # --- what moves -------------------------------------------------------------------------------------------------------------
@@ -208,6 +211,7 @@ class Slide:
         self.reason = ""
         self._host = host
         self._pending: Future[Prepared] | None = None
+        self._copied_s = float("inf")  # by the last round
         if plan.version <= host.plans[-1].version:
             raise ValueError(f"plan version {plan.version} must be above {host.plans[-1].version}, the newest in use")
         if plan.ranks != host.plans[-1].ranks:
@@ -250,7 +254,7 @@ class Slide:
             self.state = SlideState.PREPARING
             self._pending = self._host.prepare(PrepareOrder(plan=self.plan))
         else:
-            self.state = SlideState.MOVING
+            self.state, self._copied_s = SlideState.MOVING, float("inf")
             self._pending = self._host.prepare(PrepareOrder(moves=slots, to_version=plans[-1].version))
 
     def _switch(self, prepared: Prepared) -> SlideStep | None:
@@ -263,6 +267,10 @@ class Slide:
             self._fail("no room for a copy of any slot of the oldest plan")
             return None
         self.price.learn_copy(prepared)
+        if UP_TO_DATE_S < prepared.seconds < self._copied_s / 2:
+            self._copied_s = prepared.seconds
+            self._pending = self._host.prepare(PrepareOrder(moves=prepared.moves, to_version=self._host.plans[-1].version, goes_on=True))
+            return None
         switched = self._host.switch(SwitchOrder(moves=prepared.moves))
         self.price.learn_switch(switched)
         return SlideStep(moved=switched.moves, moved_to=self._host.plans[-1].version, pause_s=switched.seconds)

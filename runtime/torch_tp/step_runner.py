@@ -196,11 +196,16 @@ class StepRunner:
 
     def prepare(self, order: PrepareOrder) -> Callable[[], Prepared]:
         """Note what is to move at this very step; returns the rest of the work, which any thread may do beside further steps."""
-        self._drop_prepared()
+        if not order.goes_on:
+            self._drop_prepared()
         began_s = time.perf_counter()
-        model, mover = self.model, None
+        model, mover = self.model, self._mover
         slots: tuple[int, ...] = ()
-        if order.moves:
+        if order.goes_on:
+            if mover is None:
+                raise RuntimeError("nothing was copied ahead that could be brought up to date")
+            slots = mover.go_on()
+        elif order.moves:
             # of one plan, the oldest: the batcher says so, and a store refuses heads that a slot does not hold
             old, new = next(iter(self._plans.values())), self._plans[order.to_version]
             moves = kv_moves(
@@ -215,12 +220,13 @@ class StepRunner:
         self._prepared_plan = order.plan
 
         def work() -> Prepared:
-            loaded_bytes = model.loaded_bytes
+            loaded_bytes, received = model.loaded_bytes, 0
             if order.plan is not None:
                 model.ready_plan(order.plan)
             if mover is not None:
+                received = -mover.received_bytes
                 mover.copy_ahead()
-            received = 0 if mover is None else mover.received_bytes
+                received += mover.received_bytes
             return Prepared(slots, model.loaded_bytes - loaded_bytes, received, time.perf_counter() - began_s)
 
         return work

@@ -20,8 +20,9 @@ from runtime.torch_tp.communicators.segments import shorten_naps
 MOVES_WAITING_MAX = 64
 LOOK_AROUND_S = 0.02
 NICENESS = 10
-BYTES_PER_S_MAX = 400e6
-"""While it moves; so much of the machine it may take."""
+BYTES_PER_S_MAX, REALTIME_BYTES_PER_S_MAX = 400e6, 16e6
+"""While it moves; so much of the machine it may take. In a real-time class a chunk holds up whatever step meets it: they must be rare."""
+STARVED_AFTER_S, STARVED_BYTES_PER_S = 0.5, 2e6
 
 
 class Landings:
@@ -49,7 +50,9 @@ def check_pairs(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[in
 
 
 class BulkThread:
-    """Runs moves in order. The thread starts with the first one and belongs to the ordinary scheduling class whatever the caller's is."""
+    """Runs moves in order. The thread starts with the first one and belongs to the ordinary scheduling class, behind everything else,
+    whatever the caller's is; unless it starves there, which it does where steps of a real-time class leave no core idle and other
+    programs take the rest: then it joins the caller's class, at a rate that steps hardly notice."""
 
     def __init__(self, is_alive: Callable[[], bool]) -> None:
         self._is_alive = is_alive
@@ -57,6 +60,8 @@ class BulkThread:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._bytes_per_s_max = BYTES_PER_S_MAX
+        self._moved_bytes, self._moving_s, self._move_began_s = 0, 0.0, 0.0
 
     def run(self, move: Callable[[], None]) -> None:
         """Do `move`, which keeps to deadlines itself, and wait for it. Raises: what it raises; PeerLost when closed or fenced."""
@@ -76,7 +81,9 @@ class BulkThread:
 
     def pace(self, length_bytes: int, took_s: float) -> None:
         """Called by a move after each chunk: sleep off what it was faster than the limit."""
-        rest_s = length_bytes / BYTES_PER_S_MAX - took_s
+        self._moved_bytes += length_bytes
+        self._join_callers_class_if_starved()
+        rest_s = length_bytes / self._bytes_per_s_max - took_s
         if rest_s > 0:
             time.sleep(rest_s)
 
@@ -96,7 +103,9 @@ class BulkThread:
             move, done = item
             try:
                 self.raise_if_closed()
+                self._move_began_s = time.monotonic()
                 move()
+                self._moving_s += time.monotonic() - self._move_began_s
             except BaseException as error:  # handed to the caller, who waits for it
                 done.set_exception(error)
             else:
@@ -104,7 +113,15 @@ class BulkThread:
 
     def _stand_back(self) -> None:
         thread_id = threading.get_native_id()
+        self._callers_class = os.sched_getscheduler(thread_id), os.sched_getparam(thread_id)
         with contextlib.suppress(OSError):
             os.sched_setscheduler(thread_id, os.SCHED_BATCH, os.sched_param(0))
             os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + NICENESS)
         shorten_naps()
+
+    def _join_callers_class_if_starved(self) -> None:
+        moving_s = self._moving_s + time.monotonic() - self._move_began_s
+        is_starved = moving_s > STARVED_AFTER_S and self._moved_bytes < STARVED_BYTES_PER_S * moving_s
+        if is_starved and self._callers_class[0] in (os.SCHED_RR, os.SCHED_FIFO):
+            self._bytes_per_s_max = REALTIME_BYTES_PER_S_MAX
+            os.sched_setscheduler(threading.get_native_id(), *self._callers_class)

@@ -32,10 +32,18 @@ class Run:
 class Driver:
     """One batcher over one supervisor. `before_step(driver)` may kill, slide and join; `slide` begins a change of plan."""
 
-    def __init__(self, supervisor: Supervisor, before_step: Callable[[Driver], None] = lambda driver: None, decode_steps_max: int = 1):
+    def __init__(
+        self, supervisor: Supervisor, before_step: Callable[[Driver], None] = lambda driver: None, decode_steps_max: int = 1, **more: int
+    ):
         self.supervisor = supervisor
         settings = BatcherSettings(
-            context_tokens=128, kv_tokens_max=1024, slots_max=8, vocabulary=512, decode_steps_max=decode_steps_max, chunk_tokens_max=64
+            context_tokens=128,
+            kv_tokens_max=1024,
+            slots_max=8,
+            vocabulary=512,
+            decode_steps_max=decode_steps_max,
+            chunk_tokens_max=64,
+            **more,
         )
         self.batcher = Batcher(settings, plan_version=supervisor.plan.version)
         self.run = Run([])

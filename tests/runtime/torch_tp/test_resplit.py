@@ -135,7 +135,8 @@ class Host:
         return tuple(slot for slot, held in self.slots.items() if held == version)
 
     def prepare(self, order: PrepareOrder) -> Future[Prepared]:
-        self.acts.append(f"prepare plan {order.plan.version}" if order.plan else f"copy {list(order.moves)} to {order.to_version}")
+        copied = f"bring up to date {list(order.moves)}" if order.goes_on else f"copy {list(order.moves)} to {order.to_version}"
+        self.acts.append(f"prepare plan {order.plan.version}" if order.plan else copied)
         self.pending = Future()
         return self.pending
 
@@ -181,6 +182,20 @@ def test_before_a_third_plan_the_oldest_plans_slots_move_as_many_at_a_time_as_fi
     slide.advance()
     assert host.acts == ["copy [0, 1] to 2", "switch [0]", "copy [1] to 2", "switch [1]", "release 1", "prepare plan 3", "switch plan"]
     assert slide.state is SlideState.DONE and [plan.version for plan in host.plans] == [2, 3]
+
+
+def test_a_slow_copy_is_brought_up_to_date_while_that_gets_quicker():
+    """1 s, then 0.4 s for what came meanwhile, then 0.3 s: no longer half of it, so the rest crosses at the switch."""
+    host = Host(uniform(1, 6, 3), uniform(2, 3, 6), slots={0: 1})
+    slide = Slide(host, uniform(3, 9, 0))
+    slide.advance()
+    for seconds in (1.0, 0.4):
+        host.pending.set_result(Prepared((0,), 0, 100, seconds))
+        assert slide.advance() is None
+    host.pending.set_result(Prepared((0,), 0, 100, 0.3))
+    step = slide.advance()
+    assert step is not None and step.moved == (0,)
+    assert host.acts == ["copy [0] to 2", "bring up to date [0]", "bring up to date [0]", "switch [0]"]
 
 
 def test_a_failure_before_the_switch_changes_nothing():

@@ -364,6 +364,26 @@ def test_a_plan_that_could_not_be_prepared_is_not_held_against_a_later_loss(drea
         assert supervisor.changes[-1].members == (0, 2) and supervisor.changes[-1].keeps_kv and not run.rebuilt
 
 
+@pytest.mark.parametrize("up_to_date_s", [60.0, 0.0], ids=["copied once", "brought up to date"])
+def test_slots_that_grow_while_their_kv_is_copied_move_all_the_same(dreams, nursery, undisturbed, monkeypatch, up_to_date_s):
+    """With portions of one token every slot grows in every step; once the copies kept the room of the moment at which they began."""
+    monkeypatch.setattr("runtime.torch_tp.resplit.UP_TO_DATE_S", up_to_date_s)
+    plans = [(1.0, 3.0), (3.0, 1.0), (1.0, 3.0), (3.0, 1.0)]
+
+    def before_step(driver: Driver) -> None:
+        if plans and driver.run.steps >= 3 and not driver.is_sliding:
+            driver.slide(plans.pop())
+
+    with group(dreams, nursery, 1.0, 1.0) as supervisor:
+        driver = Driver(supervisor, before_step, growth_tokens=1)
+        for _ in range(500):
+            driver.batcher.lengths.observe(0, 1)  # answers are expected to be short
+        run = driver.generate(max_tokens=90)
+        driver.finish_slide()
+        assert [answer[:40] for answer in run.tokens] == undisturbed[0].tokens and not run.rebuilt
+        assert len(run.slides) >= 3 and len(run.moved) >= 4
+
+
 class LateAnswers(Group):
     """Gets what ranks 1 and 2 say of the first PREPARE only while the second is under way."""
 
