@@ -124,7 +124,11 @@ class Drill:
         """Note which groups are whole again."""
         while True:
             await asyncio.sleep(LOOK_S)
-            state = await asyncio.to_thread(self._service.state)
+            try:
+                state = await asyncio.to_thread(self._service.state)
+            except OSError as error:  # it is late; what its callers get is judged by themselves
+                print(f"no state: {error}", flush=True)
+                continue
             now_s = time.monotonic()
             for found in self.strikes:
                 if found.kind is None or found.whole_s is not None or found.noticed_s is None or found.noticed_s > now_s - LOOK_S:
