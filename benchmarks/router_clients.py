@@ -32,7 +32,7 @@ class Callers:
     """Asks one router."""
 
     def __init__(self, url: str, tokens: int = 20) -> None:
-        self._client, self._tokens = HttpClient(url, {}, 5.0), tokens
+        self._client, self._tokens = HttpClient(url, {}, 60.0), tokens  # a full machine takes its time
 
     def close(self) -> None:
         self._client.close()

@@ -31,6 +31,9 @@ from benchmarks.router_processes import PORTS, PROJECT, Backends, Gateway, Route
 CLIENTS = 32
 SLICES, SLICE_S = 6, 10
 SMOKE_S = 1200.0
+POLICY_DECIDES: dict[str, float] = {"outside_max": 100_000, "deadline_ms": 100.0}
+"""Scripted servers are like nothing that a policy was trained on, and on a machine as full as this makes it five milliseconds pass by: the
+heuristic would answer, and the policy's share of the cost be left out of the figures."""
 Samples = dict[tuple[str, str], list[float]]
 
 
@@ -76,6 +79,7 @@ def closed_loop(bench: ModuleType, subject: Subject, stream: bool, clients: int,
         values["beside_us"] = (bench.cpu(subject.beside) - beside) / done * 1e6
     for name, value in values.items():
         samples[subject.name, f"{cell} {name}"].append(value)
+    print(f"{subject.name:12s} {cell:10s} {', '.join(f'{name} {value:.2f}' for name, value in values.items())}", flush=True)
 
 
 def open_loop(bench: ModuleType, subject: Subject, seconds: int, seed: int, samples: Samples) -> None:
@@ -83,7 +87,8 @@ def open_loop(bench: ModuleType, subject: Subject, seconds: int, seed: int, samp
     found = uvloop.run(bench.open_loop(subject.url, 40.0, seconds, seed=seed))
     for name in ("ttft_p50", "ttft_p99"):
         samples[subject.name, name].append(found[name])
-    samples[subject.name, "open errors"].append(found["short_or_no_done"] + sum(found["errors"].values()))
+    # not its count of short streams: it takes the chunk that tells the role for a token. Tokens are the drills' business
+    samples[subject.name, "open errors"].append(sum(found["errors"].values()))
 
 
 def cost(bench: ModuleType, options: argparse.Namespace, folder: Path, scratch: Path) -> tuple[list[Bar], dict[str, object]]:
@@ -91,7 +96,7 @@ def cost(bench: ModuleType, options: argparse.Namespace, folder: Path, scratch: 
     load = MachineLoad()
     with ExitStack() as stack:
         backends = stack.enter_context(Backends(folder))
-        gateway = stack.enter_context(Gateway(scratch, options.bundle, outside_max=100_000))
+        gateway = stack.enter_context(Gateway(scratch, options.bundle, POLICY_DECIDES))
         found = [peer(name, options.peer_env, folder, scratch) for name in options.peers.split(",") if name]
         peers = [stack.enter_context(router) for router in found if isinstance(router, Router)]
         for absent in (router for router in found if isinstance(router, str)):

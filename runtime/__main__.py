@@ -11,19 +11,18 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from envs.scenario.scenario_error import ScenarioError
-from runtime.calibration_files import Calibration, write_calibration
-from runtime.local_measurement import measure
 from runtime.rollout.command_line import add_arguments as add_rollout_arguments
 from runtime.rollout.command_line import main as rollout
 from runtime.serve import add_arguments
 from runtime.serve import main as serve
-from runtime.torch_tp.config import CheckpointError, ModelConfig, read_config
-from runtime.torch_tp.emulation import CpuSample, verdict
-from runtime.torch_tp.model_folder import model_folder
-from runtime.torch_tp.nursery import Nursery
-from runtime.torch_tp.supervisor import GroupError, RankSettings, Supervisor, SupervisorSettings
+
+if TYPE_CHECKING:
+    from runtime.calibration_files import Calibration
+    from runtime.torch_tp.config import ModelConfig
+    from runtime.torch_tp.supervisor import RankSettings
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -61,6 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def rank_settings(options: argparse.Namespace) -> list[RankSettings]:
     """Raises: ValueError where a list is neither of length one nor of one entry per rank."""
+    from runtime.torch_tp.supervisor import RankSettings
+
     if options.ranks < 1:
         raise ValueError(f"--ranks {options.ranks}: at least 1")
     devices = _per_rank("--devices", options.devices, options.ranks)
@@ -83,6 +84,12 @@ def run_calibration(
     options: argparse.Namespace, ranks: Sequence[RankSettings], folder: Path, config: ModelConfig
 ) -> tuple[Calibration, str]:
     """Returns what was written, and a remark on how the run is to be taken."""
+    from runtime.calibration_files import write_calibration
+    from runtime.local_measurement import measure
+    from runtime.torch_tp.emulation import CpuSample, verdict
+    from runtime.torch_tp.nursery import Nursery
+    from runtime.torch_tp.supervisor import Supervisor, SupervisorSettings
+
     context_tokens = min(options.context, config.context_tokens)
     kv_tokens_max = options.slots * (context_tokens + 16)
     settings = SupervisorSettings(kv_tokens_max=kv_tokens_max, slots_max=options.slots, dtype=options.dtype)
@@ -108,6 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return serve(options)
     if options.command == "rollout":
         return rollout(options)
+    return calibrate(options)
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """What it needs is loaded here: the gateway's process would hold it for nothing."""
+    from runtime.torch_tp.config import CheckpointError, read_config
+    from runtime.torch_tp.model_folder import model_folder
+    from runtime.torch_tp.supervisor import GroupError
+
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     try:
         ranks = rank_settings(options)

@@ -41,6 +41,7 @@ SPLITTERS: dict[str, Maker] = {
 REBALANCERS: dict[str, Maker] = {
     "never": lambda rng: controlling.Never(),
     "threshold": lambda rng: controlling.Threshold(),
+    "elastic": lambda rng: controlling.Elastic(),
     "virtual_usage": lambda rng: controlling.VirtualUsage(),
 }
 _TABLES = {"route": ROUTERS, "split": SPLITTERS, "rebalance": REBALANCERS}

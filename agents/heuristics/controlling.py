@@ -8,6 +8,7 @@ import numpy as np
 
 from envs.decision import predictor as P
 from envs.decision.actions import DecisionPoint
+from envs.decision.capability import similarity
 from envs.domain.commands import CommandKind
 
 KEEP = 0  # every split and rebalance decision has keep as its first candidate
@@ -54,7 +55,7 @@ class BestSplit:
 @dataclass(frozen=True, slots=True)
 class Threshold:
     """Requeue from the most backlogged group when its backlog passes `requeue_s` and another would start sooner; fall
-    back from a very slow rank and restore it; scale out on pressure, in on idleness."""
+    back from a very slow rank and restore it; scale out on pressure."""
 
     requeue_s: float = 2.0
     scale_out_s: float = 1.0
@@ -76,6 +77,48 @@ class Threshold:
             if score > best_score:
                 best, best_score = index, score
         return best
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """`Threshold` on a fleet that breathes. Out: the strongest parked group, where its profile is unlike that of those that serve all
+    the more
+    (complementary). In: what the list names as weakest, when nobody waits, traffic does not rise, and the others keep `spare` of their
+    places
+    and of their KV free with everybody on them."""
+
+    spare: float = 0.5
+    unlike_weight: float = 0.5
+    threshold: Threshold = Threshold()
+
+    def choose(self, point: DecisionPoint) -> int:
+        chosen = self.threshold.choose(point)
+        if point.commands[chosen].kind is CommandKind.SCALE_OUT:
+            return self._start(point)
+        return chosen if chosen != KEEP else self._park(point)
+
+    def _start(self, point: DecisionPoint) -> int:
+        view = point.view
+        serving = (
+            view.static_profile[view.is_up].mean(axis=0, keepdims=True) if view.is_up.any() else np.zeros((1, view.static_profile.shape[1]))
+        )
+        unlike = 1.0 - similarity(view.static_profile, serving)[:, 0]
+        score = view.capability * (1.0 + self.unlike_weight * unlike)
+        starts = [i for i, command in enumerate(point.commands) if command.kind is CommandKind.SCALE_OUT and point.mask[i]]
+        return max(starts, key=lambda index: score[point.commands[index].group_index])
+
+    def _park(self, point: DecisionPoint) -> int:
+        view = point.view
+        is_calm = not view.waiting.any() and view.hold_queue == 0 and view.arrival_rate_5s <= 1.2 * view.arrival_rate_60s
+        for index, command in enumerate(point.commands):
+            if is_calm and command.kind is CommandKind.SCALE_IN and point.mask[index]:
+                others = view.accepts & (np.arange(view.groups) != command.group_index)
+                places = (1.0 - self.spare) * view.running_limit[others].sum()
+                blocks = (1.0 - self.spare) * view.kv_blocks_total[others].sum()
+                used = (view.kv_blocks_total - view.kv_blocks_free)[view.is_up].sum()
+                if view.running[view.is_up].sum() <= places and used <= blocks and others.any():
+                    return index
+        return KEEP
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,10 +260,13 @@ def _scale_rows(
                 rows.append((command, (0.0, np.log1p(health.rebuild_s), everyone, np.log1p(pressure), 0.0)))
                 break
     if (view.is_up & ~view.is_draining).sum() > 1 and health.is_parked.any():  # only where something can come back
-        weakest = int(min(np.flatnonzero(view.is_up & ~view.is_draining), key=lambda g: view.capability[g], default=-1))
+        strength = view.capability / np.maximum(
+            view.rank_ratio.max(axis=1), 1e-3
+        )  # declared, less what its slowest rank shows: the sick are weak
+        weakest = int(min(np.flatnonzero(view.is_up & ~view.is_draining), key=lambda g: strength[g], default=-1))
         if weakest >= 0:
             everyone = np.log1p(float(view.running[weakest] + view.waiting[weakest]))
-            row = (0.0, 0.0, everyone, np.log1p(pressure), -float(view.capability[weakest]))
+            row = (0.0, 0.0, everyone, np.log1p(pressure), -float(strength[weakest]))
             rows.append((Command(CommandKind.SCALE_IN, weakest), row))
     return rows
 

@@ -23,16 +23,14 @@ RELIEF = (CommandKind.REQUEUE, CommandKind.MIGRATE, CommandKind.SCALE_OUT, Comma
 GAIN = 0  # column of MoveCandidates.moves: predicted log speed-up
 MOVED_CALLS_KEPT = 1024
 
-SPLIT, SUBSET, SCALE = "split", "subset", "scale"
+SPLIT, SUBSET = "split", "subset"
 FAMILIES: dict[CommandKind, str] = {
     CommandKind.SET_SPLIT: SPLIT,
     CommandKind.FALL_BACK: SUBSET,
     CommandKind.RESTORE: SUBSET,
-    CommandKind.SCALE_OUT: SCALE,
-    CommandKind.SCALE_IN: SCALE,
-    CommandKind.REGROUP: SCALE,
 }
-"""Moves that can undo one another, for which a group stays as it is for a while. Requeueing and migrating undo nothing."""
+"""Moves that can undo one another, after which a group stays as it is for a while. Requeueing and migrating undo nothing."""
+SCALES = (CommandKind.SCALE_OUT, CommandKind.SCALE_IN, CommandKind.REGROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class DisciplineSettings:
                 raise ValueError(f"DisciplineSettings: {name}={getattr(self, name)} must be >= 0 and finite")
 
     def stay_s(self, family: str) -> float:
-        return {SPLIT: self.split_stay_s, SUBSET: self.subset_stay_s, SCALE: self.scale_stay_s}[family]
+        return {SPLIT: self.split_stay_s, SUBSET: self.subset_stay_s}[family]
 
 
 @dataclass(slots=True)
@@ -90,6 +88,9 @@ class MoveDiscipline:
         self._moved_calls: OrderedDict[int, float] = OrderedDict()
         self._relief_from_s = -np.inf  # the present spell of small relief moves
         self._relief_last_s = -np.inf
+        self._shrink_stay_s = self.settings.scale_stay_s
+        self._shrink_from_s = -np.inf
+        self._shrunk: _Stay | None = None
 
     def debt_s(self) -> np.ndarray:
         """Seconds of moves not yet worked off, shape (groups,)."""
@@ -111,6 +112,8 @@ class MoveDiscipline:
         for g in _groups_of(command) if command.kind is not CommandKind.REQUEUE else ():  # that one takes nobody's time
             if debt_s[g] > 0.0:
                 return f"budget: {debt_s[g]:.3g} s of earlier moves must be worked off first"
+        if command.kind is CommandKind.SCALE_IN and now_s < self._shrink_from_s:
+            return f"stay: {self._shrink_from_s - now_s:.3g} s to go since the fleet was last changed"
         stay = self._stays.get((command.group_index, FAMILIES.get(command.kind, "")))
         if stay is not None and now_s < stay.made_s + stay.stay_s:
             return f"stay: {stay.made_s + stay.stay_s - now_s:.3g} s to go after the last one"
@@ -136,7 +139,7 @@ class MoveDiscipline:
         """A move was made and took its groups' serving `cost_s` seconds."""
         now_s = self._now_s()
         self.debt_s()
-        if FAMILIES.get(command.kind) != SCALE:
+        if command.kind not in SCALES:
             for g in _groups_of(command):
                 self._debt_s[g] += max(0.0, cost_s)
         if command.kind in RELIEF:
@@ -147,17 +150,32 @@ class MoveDiscipline:
             self._moved_calls[command.argument] = now_s
             while len(self._moved_calls) > MOVED_CALLS_KEPT:
                 self._moved_calls.popitem(last=False)
-        if (family := FAMILIES.get(command.kind)) is not None:
-            self._begin_stay(command.group_index, family, now_s, cost_s)
+        if command.kind in SCALES:
+            self._scaled(command.kind, now_s, cost_s)
+        elif (family := FAMILIES.get(command.kind)) is not None:
+            self._begin_stay(command.group_index, family, now_s)
 
-    def _begin_stay(self, g: int, family: str, now_s: float, cost_s: float) -> None:
-        settings, last = self.settings, self._stays.get((g, family))
-        stay_s = settings.stay_s(family)
-        if family == SCALE:  # a cold start takes no serving: it must be worth its price before it is undone
-            stay_s = max(stay_s, cost_s / settings.budget_fraction)
-        if last is not None and now_s - last.made_s < settings.calm * last.stay_s:
-            stay_s = min(settings.stay_max_s, max(stay_s, last.stay_s * settings.stay_growth))
-        self._stays[g, family] = _Stay(now_s, stay_s)
+    def _begin_stay(self, g: int, family: str, now_s: float) -> None:
+        last = self._stays.get((g, family))
+        self._stays[g, family] = _Stay(now_s, self._stay_after(last, self.settings.stay_s(family), now_s))
+
+    def _stay_after(self, last: _Stay | None, least_s: float, now_s: float) -> float:
+        """A longer stay where the last one had hardly passed."""
+        settings = self.settings
+        if last is None or now_s - last.made_s >= settings.calm * last.stay_s:
+            return least_s
+        return min(settings.stay_max_s, max(least_s, last.stay_s * settings.stay_growth))
+
+    def _scaled(self, kind: CommandKind, now_s: float, cost_s: float) -> None:
+        """A fleet grows when it is pressed; what waits, and ever longer where it soon had to grow again, is its shrinking. A cold start
+        takes no
+        serving, but must be worth its price before it is undone."""
+        if kind is CommandKind.SCALE_IN:
+            self._shrunk = _Stay(now_s, self._shrink_stay_s)
+            self._shrink_from_s = max(self._shrink_from_s, now_s + self.settings.scale_stay_s)
+            return
+        self._shrink_stay_s = self._stay_after(self._shrunk, self.settings.scale_stay_s, now_s)
+        self._shrink_from_s = now_s + max(self._shrink_stay_s, cost_s / self.settings.budget_fraction)
 
 
 def _groups_of(command: Command) -> tuple[int, ...]:

@@ -187,7 +187,7 @@ class EmulatedBackend:
         if self._state.group_int[0, L.GI_WAITING] < self._limits.queue_limit:
             slot = join(
                 self._state, 0, now_s, key, call.class_index, max(1, call.prompt_tokens + done), max(1, len(answer) - done), now_s,
-                P.queue_key(now_s, call.class_index, 2.0), limits[2],
+                P.queue_key(now_s - begun.waited_s, call.class_index, 2.0), limits[2],
             )  # fmt: skip
         if slot < 0:
             raise BackendBusy(f"{self.name}: queue full")

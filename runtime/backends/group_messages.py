@@ -40,17 +40,17 @@ def submit(number: int, call: Call, begun: Begun = NOTHING) -> list[Any]:
     sampling = {**asdict(call.sampling), "seed": request.seed}
     return [
         SUBMIT, number, call.call_id, list(call.prompt_ids), call.max_tokens, sampling, list(call.stop_strings), list(call.stop_ids),
-        call.logprobs, call.class_index, call.priority, call.ignore_eos, call.min_tokens, list(begun.tokens),
+        call.logprobs, call.class_index, call.priority, call.ignore_eos, call.min_tokens, list(begun.tokens), begun.waited_s,
     ]  # fmt: skip
 
 
 def request_of(message: Sequence[Any]) -> GenerationRequest:
     """Raises: ValueError for a request that could not be."""
     (_, _, call_id, prompt, max_tokens, sampling, stop_strings, stop_ids, logprobs, class_index, priority, ignore_eos, min_tokens,
-     answer) = message  # fmt: skip
+     answer, waited_s) = message  # fmt: skip
     return GenerationRequest(
         call_id, tuple(prompt), max_tokens, SamplingSettings(**sampling), priority, class_index, tuple(stop_ids), tuple(stop_strings),
-        logprobs, None, ignore_eos, min(min_tokens, max_tokens), tuple(answer),
+        logprobs, None, ignore_eos, min(min_tokens, max_tokens), tuple(answer), waited_s,
     )  # fmt: skip
 
 

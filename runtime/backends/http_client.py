@@ -20,6 +20,8 @@ import httptools
 IDLE_S = 30.0
 """A connection unused for so long is not used again."""
 IDLE_MAX = 256
+STALE_S = 1.0
+"""A connection unused for so long may be one that its server is just closing; one used later than that was lost with the request."""
 BUFFER_BYTES_MAX = 1 << 18
 """Of an answer's body that nobody has read: then the server has to wait."""
 
@@ -58,7 +60,7 @@ class HttpClient:
             try:
                 return await self._exchange(connection, data)
             except HttpLost:
-                if connection.has_answered:
+                if connection.has_answered or connection.was_idle_s < STALE_S:
                     raise
         return await self._exchange(await self._connect(), data)
 
@@ -97,6 +99,7 @@ class HttpClient:
             self._idle.pop(0).lose("idle")
         while self._idle:
             connection = self._idle.pop()
+            connection.was_idle_s = time.monotonic() - connection.idle_since_s
             if connection.is_reusable and connection.idle_since_s >= oldest_s:
                 return connection
             connection.lose("idle")
@@ -128,7 +131,7 @@ class HttpConnection(asyncio.Protocol):
         self._lost: str | None = None
         self.headers: dict[str, str] = {}
         self.status = 0
-        self.idle_since_s = 0.0
+        self.idle_since_s = self.was_idle_s = 0.0
         self.has_answered = False
 
     @property

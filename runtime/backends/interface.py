@@ -58,12 +58,15 @@ class MoveRefused(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Begun:
     """What of an answer its caller has already, from another attempt. tokens: empty where nobody told ids. pieces: how many came.
-    kv_tokens: so many tokens' KV came along, for backends that take it (`carries_kv`)."""
+    kv_tokens: so many tokens' KV came along, for backends that take it (`carries_kv`). waited_s: since it arrived, when this is not its
+    first
+    attempt: its place in the queue counts from then."""
 
     tokens: tuple[int, ...] = ()
     text: str = ""
     pieces: int = 0
     kv_tokens: int = 0
+    waited_s: float = 0.0
 
 
 NOTHING = Begun()

@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeVar
 
 from runtime.gateway.errors import ApiError, invalid
 from runtime.gateway.interface import ServedModel
-from runtime.torch_tp.chat_template import ChatTemplateError
 
 T = TypeVar("T")
 
@@ -45,6 +44,8 @@ class ModelText:
 
     def ids_of_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> tuple[int, ...]:
         """Raises: ApiError 400 for a conversation that cannot fit, or that the model's template refuses."""
+        from runtime.torch_tp.chat_template import ChatTemplateError  # loaded by the codec's; a gateway before foreign servers has none
+
         self._refuse_too_long(sum(len(message.get("content") or "") for message in messages), "messages")
         try:
             text = self._codec.chat_text(messages, **variables)

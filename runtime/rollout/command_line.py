@@ -12,7 +12,7 @@ from typing import Any
 
 from envs.scenario.scenario_error import ScenarioError
 from runtime.records.decision_records import RecordError
-from runtime.rollout.control import audit_shown, describe
+from runtime.rollout.description import audit_shown, describe
 from runtime.rollout.evidence import read_key, replay_verdict
 from runtime.rollout.recorded import compare_with_records
 from runtime.rollout.state import RolloutError, begun, promoted, rolled_back

@@ -17,11 +17,14 @@ from typing import Any
 
 import msgspec
 
+from runtime.rollout.candidate import Candidate
+from runtime.rollout.description import audit_shown, describe
 from runtime.rollout.evidence import read_key, replay_verdict
+from runtime.rollout.gates import Verdict
 from runtime.rollout.settings import CanaryGate, RolloutEntry
 from runtime.rollout.stage_stats import CanaryStats, ShadowStats, canary_stats, read_stats
 from runtime.rollout.state import BundleName, RolloutError, RolloutState, begun, promoted, rolled_back
-from runtime.rollout.store import RolloutStore, audit_tail, check_bundle
+from runtime.rollout.store import RolloutStore, check_bundle
 from runtime.rollout.switchback import Switchback
 from runtime.rollout.trials import CanaryTrial, ShadowTrial, Trial
 from runtime.scheduling.dispatcher import Dispatcher
@@ -32,9 +35,6 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 KEEP_S = 5.0
 """So often the stage's counts are put down: a kill loses at most that much of them, and never the stage."""
-READY_S = 30.0
-"""The candidate's process gets so long to become ready."""
-AUDIT_SHOWN = 20
 
 
 class RolloutControl:
@@ -56,12 +56,11 @@ class RolloutControl:
         self._dispatcher, self.settings, self._store, self._make_guard, self._use = dispatcher, settings, store, make_guard, use
         self._configured, self._bundle, self._now_s, self._unix_s = configured, bundle, now_s, unix_s
         self._moving = asyncio.Lock()
-        self._guard: PolicyGuard | None = None
+        self._candidate: Candidate | None = None
         self._trial: Trial | None = None
         self._switchback: Switchback | None = None
         self._is_attached = False
-        self._asked_s = self._looked_s = self._kept_s = now_s()
-        self._faults_before = 0
+        self._looked_s = self._kept_s = now_s()
         self._owed: tuple[str, str] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -124,7 +123,7 @@ class RolloutControl:
         """One stage on. Raises: RolloutError while a gate is not passed, unless forced."""
         async with self._moving:
             if self._trial is not None and not is_forced:
-                verdict = self._trial.verdict(self._policy_fault())
+                verdict = self._verdict(self._trial)
                 if verdict.move != "promote":
                     raise RolloutError(f"{self.state.title} has not passed its gates: {verdict.reason}")
             await self._promote(actor, reason or ("forced" if is_forced else "every gate passed"))
@@ -139,8 +138,8 @@ class RolloutControl:
     def apply(self, settings: RolloutEntry, deadline_s: float, outside_max: int) -> None:
         """Live by other gates from now on; share and slices are those with which the stage began."""
         self.settings = settings
-        if self._guard is not None:
-            self._guard.deadline_s, self._guard.outside_max = deadline_s, outside_max
+        if self._candidate is not None:
+            self._candidate.guard.deadline_s, self._candidate.guard.outside_max = deadline_s, outside_max
 
     async def overrule(self, configured: str, bundle: str | None) -> None:
         """The service file names another incumbent now. Raises: RolloutError while a rollout is under way."""
@@ -182,9 +181,8 @@ class RolloutControl:
         await self._commit(state, "promote", actor, detail)
         self._end_trial()
         if state.stage == "adopted":
-            guard, self._guard = self._guard, None
-            self._switchback = None
-            await self._use(guard)
+            candidate, self._candidate, self._switchback = self._candidate, None, None
+            await self._use(candidate.guard if candidate is not None else None)
         else:
             await self._begin_stage()
 
@@ -212,11 +210,11 @@ class RolloutControl:
         """The trial of the state's stage; it is attached when the candidate's process is ready."""
         state, settings, dispatcher = self.state, self.settings, self._dispatcher
         assert state.candidate is not None
-        if self._guard is None:
-            self._guard = self._make_guard(state.candidate.folder)
-            await self._guard.client.start()
-        guard = self._guard
-        self._faults_before = self._faults()
+        if self._candidate is None:
+            self._candidate = Candidate(self._make_guard(state.candidate.folder), self._now_s)
+            await self._candidate.guard.client.start()
+        guard = self._candidate.guard
+        self._candidate.begin_stage()
         if state.stage == "shadow":
             stats = read_stats(ShadowStats, state.stats) if read_kept and state.stats else ShadowStats()
             self._trial = ShadowTrial(dispatcher, guard, lambda: self.settings, stats)
@@ -232,7 +230,7 @@ class RolloutControl:
                 first = max(first, self._switchback.pairs_begun)
             self._switchback = Switchback(settings, gate.share, state.salt, begin_s, first, multiplier, self._now_s, self._switchback)
             self._trial = CanaryTrial(dispatcher, guard, lambda: self.settings, self._canary_gate, counted, self._switchback)
-        self._asked_s = self._looked_s = self._kept_s = self._now_s()
+        self._looked_s = self._kept_s = self._now_s()
         self._attach_if_ready()
 
     def _canary_gate(self) -> CanaryGate:
@@ -240,7 +238,7 @@ class RolloutControl:
         return self.settings.canary[min(self.state.step, len(self.settings.canary) - 1)]
 
     def _attach_if_ready(self) -> None:
-        if not self._is_attached and self._trial is not None and self._guard is not None and self._guard.client.state == "ready":
+        if not self._is_attached and self._trial is not None and self._candidate is not None and self._candidate.is_ready:
             self._is_attached = True
             self._looked_s = self._now_s()
             self._trial.attach()
@@ -253,9 +251,9 @@ class RolloutControl:
         self._is_attached = False
 
     async def _let_go(self) -> None:
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            await guard.client.close()
+        candidate, self._candidate = self._candidate, None
+        if candidate is not None:
+            await candidate.guard.client.close()
 
     # --- looking --------------------------------------------------------------------------------------------------------------
 
@@ -272,15 +270,15 @@ class RolloutControl:
         """Look at the gates once, and do what follows."""
         if self._owed is not None:
             await self._roll_back(*self._owed)
-        if self._trial is None or self._guard is None:
+        if self._trial is None or self._candidate is None:
             return
         self._attach_if_ready()
         now_s = self._now_s()
-        self._guard.trip_if_silent()
+        self._candidate.guard.trip_if_silent()
         if self._is_attached:
             self._trial.look(now_s - self._looked_s)
         self._looked_s = now_s
-        verdict = self._trial.verdict(self._policy_fault())
+        verdict = self._verdict(self._trial)
         if verdict.move == "roll_back":
             await self._roll_back("gates", verdict.reason)
         elif verdict.move == "promote" and self.settings.automatic:
@@ -295,36 +293,23 @@ class RolloutControl:
         state = msgspec.structs.replace(self.state, stats=self._trial.kept(), pairs_begun=pairs)
         await asyncio.shield(asyncio.to_thread(self._store.put_down, state))
 
-    def _faults(self) -> int:
-        return self._guard.breaker.openings + self._guard.client.restarts if self._guard is not None else 0
-
-    def _policy_fault(self) -> str:
-        """What is wrong with the candidate's process or breaker beyond what is forgiven; "" for nothing."""
-        guard = self._guard
-        if guard is None:
-            return ""
-        if guard.client.state == "refused":
-            return f"its bundle was refused: {guard.client.detail}"
-        faults = self._faults() - self._faults_before
-        if faults > self.settings.faults_max:
-            last = guard.breaker.reason or "its process ended"
-            return f"its breaker opened or its process ended {faults} times; the last: {last}"
-        if not self._is_attached and self._now_s() - self._asked_s > READY_S:
-            return f"its process was not ready within {READY_S:g} s"
-        return ""
+    def _verdict(self, trial: Trial) -> Verdict:
+        candidate = self._candidate
+        return trial.verdict(candidate.fault(self.settings.faults_max, self._is_attached) if candidate is not None else "")
 
     # --- saying ---------------------------------------------------------------------------------------------------------------
 
     def _gates(self) -> list[dict[str, Any]]:
-        return [] if self._trial is None else [asdict(gate) for gate in self._trial.verdict(self._policy_fault()).gates]
+        return [] if self._trial is None else [asdict(gate) for gate in self._verdict(self._trial).gates]
 
     async def status(self) -> dict[str, Any]:
         """Everything an operator asks about; numbers that nobody knows yet are None."""
         said = describe(self.state, self.settings, self._incumbent())
-        guard, trial = self._guard, self._trial
+        candidate, trial = self._candidate, self._trial
         said["is_running"] = trial is not None and self._is_attached
-        if trial is not None and guard is not None:
-            verdict = trial.verdict(self._policy_fault())
+        if trial is not None and candidate is not None:
+            guard = candidate.guard
+            verdict = self._verdict(trial)
             said |= {"gates": [asdict(gate) for gate in verdict.gates], "next_move": verdict.move, "next_step": verdict.reason}
             said |= trial.shown()
             said["policy"] = {
@@ -333,36 +318,3 @@ class RolloutControl:
             }  # fmt: skip
         said["audit"] = await asyncio.to_thread(audit_shown, self._store.folder)
         return said
-
-
-def describe(state: RolloutState, settings: RolloutEntry, incumbent: str | Path) -> dict[str, Any]:
-    """What the state alone says."""
-    kind = "heuristic" if isinstance(incumbent, str) else "bundle"
-    return {
-        "stage": state.stage,
-        "step": state.step,
-        "title": state.title,
-        "stages": ["shadow", *(f"canary {gate.share:.0%}" for gate in settings.canary), "adopted"],
-        "share": settings.canary[state.step].share if state.stage == "canary" and state.step < len(settings.canary) else None,
-        "candidate": msgspec.to_builtins(state.candidate),
-        "incumbent": {"kind": kind, "name": str(incumbent)},
-        "since_unix_s": state.since_unix_s or None,
-        "reason": state.reason,
-        "evidence": state.evidence,
-        "is_automatic": settings.automatic,
-        "gates": [],
-        "next_move": "wait",
-        "next_step": "",
-        "policy": None,
-    }
-
-
-def audit_shown(folder: Path) -> list[dict[str, Any]]:
-    """The last entries of the audit log, newest first."""
-    entries = []
-    for line in reversed(audit_tail(folder, AUDIT_SHOWN)):
-        try:
-            entries.append({name: value for name, value in msgspec.json.decode(line).items() if name not in ("gates", "previous")})
-        except (msgspec.DecodeError, AttributeError):
-            continue  # a line that a kill left unfinished
-    return entries

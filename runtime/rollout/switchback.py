@@ -74,12 +74,12 @@ class Switchback:
 
     # --- who ------------------------------------------------------------------------------------------------------------------
 
-    def arm_of(self, call: Call) -> str:
-        """The arm that decides for `call`, which arrives now; "" for those outside, whom the incumbent serves and nobody compares."""
+    def arm_of(self, call: Call, now_s: float) -> str:
+        """The arm that decides for `call`, which arrives at `now_s`, its account's arrival; "" for those outside, whom the incumbent
+        serves and nobody compares."""
         key = self._number(call.user or call.session or call.call_id)
         if key / 2**64 >= self._share:
             return OUTSIDE
-        now_s = self._now_s()
         pair = self._pair_at(now_s)
         pair.open += 1
         arm = self.slice_arm(now_s)

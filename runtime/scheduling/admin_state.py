@@ -145,7 +145,7 @@ def _group(dispatcher: Dispatcher, view: ClusterSnapshot, g: int, kind: str, sta
         "running_limit": int(view.running_limit[g]),
         "queue_limit": int(view.queue_limit[g]),
         "attempts": int(dispatcher.served[g]),
-        "kv": _kv(view, g, report),
+        "kv": _kv(view, g, report, is_foreign=not backend.can),
         "report_age_s": float(view.report_age_s[g]) if report is not None else None,
         "step_s": float(view.step_s[g]) or None,
         "step_ratio": float(view.correction[g]),
@@ -159,10 +159,11 @@ def _group(dispatcher: Dispatcher, view: ClusterSnapshot, g: int, kind: str, sta
     }
 
 
-def _kv(view: ClusterSnapshot, g: int, report: GroupReport | None) -> dict[str, Any]:
+def _kv(view: ClusterSnapshot, g: int, report: GroupReport | None, is_foreign: bool) -> dict[str, Any]:
+    """Of a foreign group only what it tells: its declared memory is a guess."""
     total = int(view.kv_blocks_total[g])
     used = total - int(view.kv_blocks_free[g])
-    is_told = report is None or report.kv_blocks_total is not None or report.kv_used_fraction is not None
+    is_told = not is_foreign or (report is not None and (report.kv_blocks_total is not None or report.kv_used_fraction is not None))
     return {
         "tokens_total": total * view.kv_block_tokens if is_told else None,
         "tokens_used": used * view.kv_block_tokens if is_told else None,

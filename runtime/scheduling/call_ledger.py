@@ -53,13 +53,14 @@ class CallAccount:
 
 
 class CallLedger:
-    """`listeners` are told each account when its call is over. `arm_of`: the rollout's arm of a call, asked once, at the door."""
+    """`listeners` are told each account when its call is over. `arm_of`: the rollout's arm of a call that arrived at a time,
+    asked once, at the door."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._open: dict[int, CallAccount] = {}
         self.listeners: list[Callable[[CallAccount], None]] = []
-        self.arm_of: Callable[[Call], str] | None = None
+        self.arm_of: Callable[[Call, float], str] | None = None
 
     def arm(self, request_id: int) -> str:
         account = self._open.get(request_id)
@@ -67,12 +68,13 @@ class CallLedger:
 
     def open(self, call: Call, request: Request) -> None:
         if self.listeners or self.arm_of is not None:
-            self._open[request.request_id] = CallAccount(call, request.arrival_s, self._arm(call))
+            self._open[request.request_id] = CallAccount(call, request.arrival_s, self._arm(call, request.arrival_s))
 
     def turned_away(self, call: Call, reason: str) -> None:
         """Refused at the door."""
         if self.listeners:
-            self._tell(CallAccount(call, self._now_s(), self._arm(call), reason))
+            now_s = self._now_s()
+            self._tell(CallAccount(call, now_s, self._arm(call, now_s), reason))
 
     def placed(self, request_id: int, decided: Decided, keys: Sequence[int]) -> None:
         """A group was chosen for an attempt."""
@@ -103,8 +105,8 @@ class CallLedger:
         if account is not None:
             self._tell(account)
 
-    def _arm(self, call: Call) -> str:
-        return self.arm_of(call) if self.arm_of is not None else ""
+    def _arm(self, call: Call, arrival_s: float) -> str:
+        return self.arm_of(call, arrival_s) if self.arm_of is not None else ""
 
     def _tell(self, account: CallAccount) -> None:
         for listener in self.listeners:

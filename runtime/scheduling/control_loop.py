@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from agents.heuristics import make as make_heuristic
-from agents.heuristics.controlling import KEEP, PRICE
+from agents.heuristics.controlling import GAIN, KEEP, PRICE, TARGET_BACKLOG
 from envs.decision.actions import Decision, DecisionPoint, Scheduler
 from envs.decision.move_candidates import MoveCandidates, rebalance_candidates, split_candidates
 from envs.decision.move_discipline import MoveDiscipline
@@ -34,6 +34,16 @@ logger = logging.getLogger(__name__)
 
 DECISIONS: tuple[Decision, ...] = ("split", "rebalance")
 _CANDIDATES = {"split": split_candidates, "rebalance": rebalance_candidates}
+
+
+def reason_of(found: MoveCandidates, index: int) -> str:
+    """What a move is expected to bring, in words."""
+    kind, gain = found.commands[index].kind, float(found.moves[index, GAIN])
+    pressure_s = float(np.expm1(found.moves[index, TARGET_BACKLOG]))
+    if kind in (CommandKind.SCALE_OUT, CommandKind.SCALE_IN):
+        return f"mean backlog {pressure_s:.2f} s"
+    what = "starts" if kind is CommandKind.REQUEUE else "steps"
+    return f"{what} predicted {np.exp(gain):.2f} times as fast"
 
 
 class Decider:
@@ -157,7 +167,7 @@ class ControlLoop:
         if index == KEEP:
             return
         self.recent.note(point, mask, smaller, source, cause, self._now_s() - began_s, why_not)
-        self._order(found, smaller, source, "a smaller move first" if smaller != index else cause or decision)
+        self._order(found, smaller, source, reason_of(found, smaller) + ("; tried before a larger move" if smaller != index else ""))
 
     def _with_measured_prices(self, found: MoveCandidates) -> MoveCandidates:
         """A change of split costs what the last ones of its group did, where there were any."""

@@ -22,6 +22,7 @@ from envs.decision import predictor as P
 from envs.decision.circuit_breaker import BreakerPanel, BreakerSettings, ClassBreaker, Outcome, ProbeLease, State
 from envs.decision.class_experience import ClassExperience
 from envs.decision.class_timeouts import ClassTimeouts
+from envs.decision.length_estimator import LengthEstimator
 from envs.decision.retry_budget import RetryBudget
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, Request
@@ -119,7 +120,8 @@ class Dispatcher:
         request = Request(0, self._now_s(), 128, 0)
         question = Question(request, np.ones(count, np.bool_), frozenset(), True, np.zeros(count, np.int64))
         self.scheduler.rehearse(question)
-        ClassExperience(1).observe(0.0, 0, 0, (1.0, 1.0), (1.0, 1.0))
+        ClassExperience(1).observe(0.0, 0, 0, (1.0, 1.0), (1.0, 1.0))  # what an answer's end will want
+        LengthEstimator().observe(0, 1)
 
     async def start(self) -> None:
         """Start every group that is not parked; returns when one can serve. The others are waited for and kept up beside."""
@@ -243,6 +245,8 @@ class Dispatcher:
         try:
             while True:
                 begun = sent.begun()
+                if attempts or back is not None:
+                    begun = replace(begun, waited_s=self._now_s() - request.arrival_s)
                 if back is None or (attempt := await self._go_on_at(back, call, request, begun)) is None:
                     attempt = await self._place(call, request, begun, frozenset(failed))
                 elif back.copy_s is not None:

@@ -12,7 +12,10 @@ from prometheus_client.registry import Collector
 from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.rank_metrics import RankMetrics
 
-EVENTS = ("retries", "attempts_lost", "busy", "groups_lost", "bad_reports")
+EVENTS = (
+    "retries", "attempts_lost", "busy", "groups_lost", "bad_reports", "given_back", "requeued_calls", "moved_calls", "moves_done",
+    "moves_refused", "moves_failed",
+)  # fmt: skip
 POLICY_STATES = ("starting", "ready", "refused", "gone")
 
 

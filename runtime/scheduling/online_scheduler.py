@@ -158,7 +158,7 @@ class OnlineScheduler:
         choice = await guard.choose(candidates, context, point.mask, within_s, lambda: self.heuristic_index(point))
         if choice.index is None:
             return self._by_heuristic(question, point, choice.cause, asked_s, encoded, choice.scores)
-        return Made(question, point, self._decided(point, choice.index, POLICY, "", asked_s), choice.scores, encoded)
+        return Made(question, point, self._decided(point, choice.index, POLICY, "", asked_s, choice.scores), choice.scores, encoded)
 
     def heuristic_index(self, point: DecisionPoint) -> int:
         """The heuristic's candidate. Raises: ValueError where it is not allowed."""
@@ -183,12 +183,13 @@ class OnlineScheduler:
             logger.exception("heuristic failed reason=%s", error)
             index, cause = int(np.argmax(point.mask)), f"{cause}+heuristic_failed"
         source = REFUSED if point.commands[index].kind is CommandKind.REFUSE else HEURISTIC
-        return Made(question, point, self._decided(point, index, source, cause, asked_s), scores, encoded)
+        return Made(question, point, self._decided(point, index, source, cause, asked_s, scores), scores, encoded)
 
-    def _decided(self, point: DecisionPoint, index: int, source: str, cause: str, asked_s: float) -> Decided:
+    def _decided(self, point: DecisionPoint, index: int, source: str, cause: str, asked_s: float, scores: np.ndarray | None) -> Decided:
         command, took_s = point.commands[index], self._now_s() - asked_s
         g = command.group_index
-        self.recent.note(point, point.mask, index, source, cause, took_s)
+        told = b"" if scores is None else scores.astype(np.float32).tobytes()
+        self.recent.note(point, point.mask, index, source, cause, took_s, scores=told)
         if command.kind is not CommandKind.ROUTE:
             return Decided(command, source, cause, None, took_s, index=index)
         return Decided(command, source, cause, point.expected_s(g), took_s, float(point.view.correction[g]), index)

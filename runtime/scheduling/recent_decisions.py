@@ -43,6 +43,7 @@ class _Seen:
     cause: str
     took_s: float
     why_not: Sequence[str]
+    scores: bytes
 
 
 class RecentDecisions:
@@ -52,8 +53,17 @@ class RecentDecisions:
         self._seen: deque[_Seen] = deque(maxlen=kept)
 
     def note(
-        self, point: DecisionPoint, mask: BoolArray, chosen: int, source: str, cause: str, took_s: float, why_not: Sequence[str] = ()
+        self,
+        point: DecisionPoint,
+        mask: BoolArray,
+        chosen: int,
+        source: str,
+        cause: str,
+        took_s: float,
+        why_not: Sequence[str] = (),
+        scores: bytes = b"",
     ) -> None:
+        """why_not: of each candidate, "" where it was allowed. scores: the policy's, float32, where it tells them."""
         estimates = point.__dict__.get("estimates")  # only if somebody asked for them
         self._seen.appendleft(
             _Seen(
@@ -69,6 +79,7 @@ class RecentDecisions:
                 cause,
                 took_s,
                 why_not,
+                scores,
             )
         )
 
@@ -103,6 +114,7 @@ def _candidate(seen: _Seen, index: int, names: Sequence[str]) -> dict[str, Any]:
         "kind": command.kind.name.lower(),
         "group": name_of(names, command.group_index),
         "is_allowed": bool(seen.mask[index]),
+        "score": _score(seen.scores, index),
     }
     if seen.decision == "route":
         return found | _estimates(seen.estimates, command)
@@ -114,6 +126,11 @@ def _candidate(seen: _Seen, index: int, names: Sequence[str]) -> dict[str, Any]:
     found["price_s"] = None if moves is None else math.expm1(float(moves[index, PRICE]))
     found["affected_calls"] = None if moves is None else round(math.expm1(float(moves[index, AFFECTED])))
     return found
+
+
+def _score(scores: bytes, index: int) -> float | None:
+    told = np.frombuffer(scores, np.float32)
+    return finite(told[index]) if index < len(told) else None
 
 
 def _estimates(estimates: FloatArray | None, command: Command) -> dict[str, float | None]:

@@ -26,7 +26,9 @@ class StreamWatch:
         self._armed_for_s = 0.0
 
     def interrupt(self, error: Exception) -> None:
-        """Let the wait under way, or the next one, end with `error`."""
+        """Let the wait under way, or the next one, end with `error`; the first error stands."""
+        if self._error is not None or self._has_fired:
+            return  # it ends already, and a second cancel would pass for somebody else's
         self._error = error
         if self._waiting is not None:
             self._waiting.cancel()
@@ -64,7 +66,7 @@ class StreamWatch:
 
     def _look(self) -> None:
         self._timer = None
-        if self._waiting is None:
+        if self._waiting is None or self._error is not None:
             return  # whoever asks next arms it
         if self._now_s() >= self._until_s:
             self._has_fired = True

@@ -32,7 +32,7 @@ from runtime.scheduling.in_flight import InFlight
 STALE_S = 2.0
 GAPS_TRUSTED, BURST_MAX = 20, 16.0
 GAPS_KEPT = 200  # so many gaps between tokens make a group's pace, where it reports none
-SHRUNK_EVERY = 16  # gaps
+SHRUNK_EVERY = 64  # gaps
 CORRECTION_MIN, CORRECTION_MAX = 0.05, 20.0
 
 
@@ -122,7 +122,7 @@ class Telemetry:
         self._heard = np.zeros((4, count))  # step_s, step_left_s, correction, pause_left_s as reported
         self._heard[2] = 1.0
         self._gaps = [0] * count
-        self._seen = np.ones((2, count))  # mean and mean square of the last gaps, over what they were declared to be
+        self._seen = [(1.0, 1.0)] * count  # mean and mean square of the last gaps, over what they were declared to be
         self._pace_var = np.ones(count)
         self._turn = 0
         self._has_pace = np.zeros(count, np.bool_)  # whose correction anybody has measured
@@ -189,13 +189,13 @@ class Telemetry:
         report = self.reports[g]
         if declared_s <= 0.0 or (report is not None and report.correction is not None):
             return
-        mean, square_mean = self._seen[:, g].tolist()
+        mean, square_mean = self._seen[g]
         seen = gap_s / declared_s  # a mean, since engines hand over several tokens at once
         if self._gaps[g] >= GAPS_TRUSTED:
             seen = min(seen, BURST_MAX * mean)  # one hiccup of this machine is not the group's
         self._gaps[g] = gaps = min(self._gaps[g] + 1, GAPS_KEPT)
         self._turn = (self._turn + 1) % SHRUNK_EVERY
-        self._seen[:, g] = mean + (seen - mean) / gaps, square_mean + (seen * seen - square_mean) / gaps
+        self._seen[g] = mean + (seen - mean) / gaps, square_mean + (seen * seen - square_mean) / gaps
         self._has_pace[g] = True
         if gaps < GAPS_TRUSTED or not self._turn:
             self._shrink_paces()
@@ -204,10 +204,10 @@ class Telemetry:
         """Take paces that differ within their noise for alike; the streams of one step are one measurement."""
         told = [report is not None and report.correction is not None for report in self.reports]
         measured = (np.array(self._gaps) > 0) & ~np.array(told)
-        paces = np.clip(self._seen[0], CORRECTION_MIN, CORRECTION_MAX)
+        paces = np.clip([mean for mean, _ in self._seen], CORRECTION_MIN, CORRECTION_MAX)
         for g in np.flatnonzero(measured).tolist():
             together = max(1, len(self.flights.running[g]))
-            self._pace_var[g] = mean_variance(self._seen[0, g], self._seen[1, g], self._gaps[g] / together)
+            self._pace_var[g] = mean_variance(*self._seen[g], self._gaps[g] / together)
         found = np.log(paces)
         shrink(np.log(paces), self._pace_var, measured, found)
         self._heard[2, measured] = np.exp(found)[measured]

@@ -143,7 +143,7 @@ class Batch:
     # --- making room --------------------------------------------------------------------------------------------------------
 
     def _may_displace(self, victim: Resident, for_: Resident) -> bool:
-        return victim.key > for_.key and victim.preemptions < self.settings.preemptions_max and victim.slot not in self.pool.pinned
+        return victim.key > for_.claim and victim.preemptions < self.settings.preemptions_max and victim.slot not in self.pool.pinned
 
     def _victims(self, for_: Resident) -> list[Resident]:
         """Running requests that `for_` may displace, the latest first."""

@@ -57,7 +57,7 @@ class Batcher:
         settings = self.settings
         text = AnswerText(self._make_text() if self._make_text else None, request.stop_strings)
         stop_ids = frozenset(request.stop_ids) | (frozenset() if request.ignore_eos else frozenset(settings.eos_ids))
-        key = (now_s - request.priority * settings.head_start_s, self._batch.entered)
+        key = (now_s - request.waited_s - request.priority * settings.head_start_s, self._batch.entered)
         resident = Resident(request, key, text, stop_ids, now_s)
         self._residents[request.request_id] = resident
         self._batch.enter(resident)

@@ -83,7 +83,9 @@ class GenerationRequest:
     end token unless ignore_eos. stop_strings: end it where its text contains one; never shown, not even in part. logprobs: None,
     or how many of the likeliest tokens to report beside the chosen one's (0 = the chosen one's alone). min_tokens: no stop id
     is chosen before so many. deadline_s: on the engine's monotonic clock; waiting or running, the request ends then. answer: tokens
-    that another engine made already: this one goes on after them, with the same chance, and counts them as part of max_tokens.
+    that another engine made already: this one goes on after them, with the same chance, and counts them as part of max_tokens. waited_s:
+    how
+    long it waited elsewhere: its place in the queue counts from then.
     """
 
     request_id: str
@@ -99,6 +101,7 @@ class GenerationRequest:
     ignore_eos: bool = False
     min_tokens: int = 0
     answer: tuple[int, ...] = ()
+    waited_s: float = 0.0
 
     def __post_init__(self) -> None:
         who = f"GenerationRequest {self.request_id!r}"

@@ -48,6 +48,12 @@ class Resident:
         return self.request.request_id
 
     @property
+    def claim(self) -> tuple[float, int]:
+        """Whom it may displace: its place in the queue without what it waited elsewhere, since a move shall disturb nobody who runs
+        here."""
+        return self.key[0] + self.request.waited_s, self.key[1]
+
+    @property
     def output_tokens(self) -> int:
         return len(self.ids) - len(self.request.prompt)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -49,6 +50,8 @@ class SpanSender:
     """Belongs to one thread, but for `close`."""
 
     def __init__(self, url: str, timeout_s: float, version: str) -> None:
+        # it would log each batch that a dead collector does not take
+        logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").setLevel(logging.CRITICAL)
         self._exporter = OTLPSpanExporter(endpoint=url, timeout=timeout_s)
         self._ids, self._kept = _GivenIds(), _Kept()
         provider = TracerProvider(

@@ -82,6 +82,7 @@ class Tracer(Collector):
         self._waiting: queue.Queue[RequestNotes] = queue.Queue(QUEUE_MAX)
         self._is_closing = threading.Event()
         self.exported = self.failed = self.dropped = 0
+        self._was_sent = True
         self._sender: SpanSender = SpanSender(settings.url, settings.timeout_s, version)
         self._thread = threading.Thread(target=self._work, name="tracing", daemon=True)
         self._thread.start()
@@ -134,6 +135,16 @@ class Tracer(Collector):
                 self.exported += len(batch)
             else:
                 self.failed += len(batch)
+            self._note(is_sent)
+
+    def _note(self, is_sent: bool) -> None:
+        """One line when the collector goes, one when it comes back; between them the counters tell."""
+        if is_sent is not self._was_sent:
+            self._was_sent = is_sent
+            if is_sent:
+                logger.info("traces are taken url=%s", self._settings.url)
+            else:
+                logger.warning("traces are not taken url=%s; see ballast_traces_total", self._settings.url)
 
     def _next_batch(self) -> list[RequestNotes]:
         """Up to BATCH_MAX requests, as soon as there are so many or the first has waited LINGER_S."""

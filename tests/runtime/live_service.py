@@ -58,6 +58,7 @@ def live(folder: Path, **settings: Any) -> Iterator[Live]:
         tracer = Tracer(config.tracing, "test") if config.tracing is not None else None
         app = make_app(service, config.gateway, administered=ServiceAdmin(service, "test"), tracer=tracer)
         app.state.metrics.registry.register(SchedulingMetrics(service.dispatcher))
+        app.state.rollout = service.rollout
         server = make_server(app, drain_s=2)
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
         ends.append(lambda: setattr(server, "should_exit", True))

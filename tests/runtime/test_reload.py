@@ -159,7 +159,7 @@ def test_a_signal_reloads_and_a_bad_file_is_told_in_the_log(service):
     service.write(service.content)
 
 
-def until(condition, limit_s: float = 20.0) -> None:
+def until(condition, limit_s: float = 90.0) -> None:
     end_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end_s, "it never came to pass"

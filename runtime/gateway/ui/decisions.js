@@ -55,16 +55,16 @@ function marked(row, isChosen, isAllowed) {
 function routes(decision) {
   const rows = decision.candidates.map((candidate, place) => marked(cells(
     place === decision.chosen ? `▸ ${nameOf(candidate)}` : nameOf(candidate), candidate.is_allowed ? 'yes' : 'no',
-    seconds(candidate.ttft_s), seconds(candidate.tpot_s), seconds(candidate.completion_s), number(candidate.own_utility, 3),
+    number(candidate.score, 3), seconds(candidate.ttft_s), seconds(candidate.tpot_s), seconds(candidate.completion_s), number(candidate.own_utility, 3),
     number(candidate.resident_harm, 3), number(candidate.net_utility, 3)), place === decision.chosen, candidate.is_allowed));
-  return table('Candidates', ['Candidate', 'Allowed', 'TTFT', 'TPOT', 'Completion', 'Own utility', 'Harm to others', 'Net'], rows);
+  return table('Candidates', ['Candidate', 'Allowed', 'Policy’s score', 'TTFT', 'TPOT', 'Completion', 'Own utility', 'Harm to others', 'Net'], rows);
 }
 
 function others(decision) {
   const rows = decision.candidates.map((candidate, place) => marked(cells(
     place === decision.chosen ? `▸ ${nameOf(candidate)}` : nameOf(candidate), candidate.is_allowed ? 'yes' : candidate.why_not || 'no',
-    number(candidate.log_speed_up, 3), seconds(candidate.price_s), number(candidate.affected_calls)), place === decision.chosen, candidate.is_allowed));
-  return table('Candidates', ['Candidate', 'Allowed', 'Log speed-up', 'Price', 'Calls affected'], rows);
+    number(candidate.score, 3), number(candidate.log_speed_up, 3), seconds(candidate.price_s), number(candidate.affected_calls)), place === decision.chosen, candidate.is_allowed));
+  return table('Candidates', ['Candidate', 'Allowed', 'Policy’s score', 'Log speed-up', 'Price', 'Calls affected'], rows);
 }
 
 export function showDeciders(place, deciders) {

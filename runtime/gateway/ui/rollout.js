@@ -13,17 +13,17 @@ export class Rollout {
   }
 
   show(rollout) {
-    if (rollout === null) {
+    const stage = rollout?.stage ?? 'off';
+    if (stage === 'off' && !rollout?.stages) {
       this.back.hidden = true;
-      fill(this.body, el('p', { class: 'empty' }, 'This service rolls out no policy.'));
+      fill(this.body, el('p', { class: 'empty' }, `This service rolls out no policy. ${rollout?.next_step ?? ''}`));
       return;
     }
-    const stage = rollout.stage ?? 'off';
     this.back.hidden = !['shadow', 'canary', 'adopted'].includes(stage);
-    const bad = stage === 'rolled_back' || stage === 'refused';
+    const bad = stage === 'rolled_back';
     fill(this.body,
       el('p', { class: 'row' },
-        pill(rollout.title || stage.replaceAll('_', ' '), stage === 'adopted' ? 'good' : bad ? 'bad' : stage === 'off' ? '' : 'warn'),
+        pill((rollout.title || stage).replaceAll('_', ' '), stage === 'adopted' ? 'good' : bad ? 'bad' : stage === 'idle' ? '' : 'warn'),
         typeof rollout.share === 'number' && el('span', {}, `${number(rollout.share * 100)} % of the traffic`),
         rollout.is_automatic === false && el('span', {}, 'promoted by hand')),
       stages(rollout),
@@ -46,7 +46,7 @@ function stages(rollout) {
 
 function nameOf(what) {
   if (what === null || what === undefined) return '';
-  return typeof what === 'string' ? what : what.name ?? what.bundle ?? what.path ?? what.digest ?? '';
+  return typeof what === 'string' ? what : what.name ?? what.origin ?? what.folder ?? '';
 }
 
 function fact(name, value) {

@@ -7,7 +7,7 @@ import pytest
 from decision_points import control_point, view_of
 
 from agents import heuristics
-from agents.heuristics.controlling import BestSplit, Threshold, TowardCorner, VirtualUsage
+from agents.heuristics.controlling import BestSplit, Elastic, Threshold, TowardCorner, VirtualUsage
 from envs.decision import predictor as P
 from envs.decision.split_planner import CORNERS
 from envs.domain.commands import Command, CommandKind
@@ -80,6 +80,37 @@ def test_threshold_falls_back_restores_and_scales():
     )
     assert choice(scale, fall) == 2, "fall back .8 - .1 = .7 against scaling out .5 + .1 x 1 = .6"
     assert choice((Command(CommandKind.MIGRATE, 0, 1), row(3.0))) == 0, "the threshold rule never migrates"
+
+
+def test_elastic_starts_the_strongest_and_of_equals_the_least_alike():
+    """Pressed, with parked groups 1 and 2: the stronger one; of equally strong ones that whose profile points away from group 0's."""
+    moves = [(Command(CommandKind.SCALE_OUT, g), row(0.0, target_backlog_s=1.1)) for g in (1, 2)]
+    profile = np.zeros((3, 5))
+    profile[:, 0] = 1.0, 1.0, -1.0
+
+    def choice(capability):
+        view = view_of(3, capability=capability, is_up=[True, False, False])._replace(static_profile=profile)
+        return Elastic().choose(control_point("rebalance", view, moves, estimates={P.E_BACKLOG_S: [0.0] * 3}))
+
+    assert choice([1.0, 1.0, 1.0]) == 2
+    assert choice([1.0, 2.5, 1.0]) == 1
+
+
+def test_elastic_parks_only_what_the_others_can_carry():
+    """Two groups of 1,000 blocks: with 600 of them in use the other would not keep half of its KV free; with 400 it would. Nobody may
+    wait."""
+    moves = [(Command(CommandKind.SCALE_IN, 1), row(0.0, utility=-0.5))]
+
+    def choice(free, **more):
+        view = view_of(2, kv_blocks_free=free, kv_blocks_total=[1000, 1000], **more)
+        return Elastic().choose(control_point("rebalance", view, moves, estimates={P.E_BACKLOG_S: [0.0, 0.0]}))
+
+    assert choice([700, 700]) == 0
+    assert choice([800, 800]) == 1
+    assert choice([800, 800], waiting=[1, 0]) == 0
+    assert choice([800, 800], accepts=[False, True]) == 0
+    assert choice([800, 800], arrival_rate_5s=2.0, arrival_rate_60s=1.0) == 0
+    assert Threshold().choose(control_point("rebalance", view_of(2), moves, estimates={P.E_BACKLOG_S: [0.0, 0.0]})) == 0
 
 
 def test_virtual_usage_moves_from_the_fullest():

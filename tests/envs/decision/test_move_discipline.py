@@ -75,6 +75,27 @@ def test_a_cold_start_is_kept_until_it_was_worth_its_price():
     assert discipline.judge(listed(*commands))[0].all()
 
 
+def test_a_fleet_grows_at_once_and_shrinks_ever_more_slowly():
+    """Pressed and idle in turns of 60 s for an hour: growing is never denied; of 30 wishes to shrink those are granted that stays of 30,
+    60, 120, 240,
+    480, 900 and 900 s leave room for."""
+    clock = Clock()
+    discipline = MoveDiscipline(2, clock)
+    out, into, shrunk, is_out = Command(K.SCALE_OUT, 1), Command(K.SCALE_IN, 1), 0, False
+    for turn in range(60):
+        clock.now_s += 60.0
+        wanted = into if turn % 2 else out
+        if (wanted is out) == is_out:
+            continue
+        is_allowed = bool(discipline.judge(listed(wanted))[0][1])
+        assert is_allowed or wanted is into
+        if is_allowed:
+            discipline.made(wanted, 1.0)
+            is_out = wanted is out
+            shrunk += wanted is into
+    assert 2 <= shrunk <= 7
+
+
 def test_a_migrated_call_stays_and_its_target_pays():
     clock = Clock()
     discipline = MoveDiscipline(3, clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from envs.group_kernel import layout as L
 from envs.group_kernel.advance import join
 from runtime.backends.emulated import EmulatedBackend
 from runtime.backends.emulated_kernel import KernelSettings, kernel_of
+from runtime.backends.interface import Begun
 from runtime.backends.kernel_report import KernelReader
 from tests.runtime.scheduling.service_parts import LIMITS, call, cluster
 
@@ -79,5 +81,30 @@ def test_slow_ranks_show_in_reports(kernels):
         finally:
             await stream.aclose()
             await backend.close()
+
+    asyncio.run(body())
+
+
+def test_a_call_that_waited_elsewhere_is_served_before_later_ones(kernels):
+    """One place; the call that comes last has waited 100 s in another group: it runs before those that wait here."""
+
+    async def body() -> None:
+        backend = EmulatedBackend(cluster(1).groups[0], 0, replace(LIMITS, max_running=1), KernelSettings())
+        await backend.start()
+        ended: list[int] = []
+
+        async def ask(number: int, begun: Begun) -> None:
+            async for _ in backend.submit(call(8, 10, ignore_eos=True), begun):
+                pass
+            ended.append(number)
+
+        tasks = []
+        for number, waited_s in enumerate((0.0, 0.0, 100.0)):
+            tasks.append(asyncio.create_task(ask(number, Begun(waited_s=waited_s))))
+            await asyncio.sleep(0)
+            backend.report()
+        await asyncio.gather(*tasks)
+        await backend.close()
+        assert ended == [0, 2, 1]
 
     asyncio.run(body())

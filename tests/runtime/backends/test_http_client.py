@@ -86,7 +86,10 @@ def test_an_answer_that_ends_its_connection(answer):
     asyncio.run(body())
 
 
-def test_a_kept_connection_that_was_closed_meanwhile_is_replaced():
+def test_a_kept_connection_that_was_closed_meanwhile_is_replaced(monkeypatch):
+    """One that was idle for a while; a loss right after another request is told, since that one may have been at fault."""
+    monkeypatch.setattr("runtime.backends.http_client.STALE_S", 0.0)
+
     async def body():
         server = Server(SIZED, None, SIZED)
         async with served(server) as client:
@@ -95,6 +98,9 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_replaced():
             assert server.connections == 2 and len(server.requests) == 3
 
     asyncio.run(body())
+    monkeypatch.setattr("runtime.backends.http_client.STALE_S", 60.0)
+    with pytest.raises(HttpLost):
+        asyncio.run(body())
 
 
 @pytest.mark.parametrize("answer", [None, b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc", b"nonsense\r\n\r\n", CHUNKED[:-5]])

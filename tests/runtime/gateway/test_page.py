@@ -15,6 +15,8 @@ import yaml
 from tests.conftest import PROJECT
 from tests.runtime.gateway.browser import Browser, browsing
 from tests.runtime.live_service import Live, live
+from tests.runtime.rollout.rollout_parts import KEY as ROLLOUT_KEY
+from tests.runtime.rollout.rollout_parts import QUICK, bundle, evaluation
 
 KEY = "a-key-that-nobody-guesses"
 EVIL = '<img src=x onerror="document.title=1">'
@@ -232,6 +234,27 @@ def test_everything_that_can_be_worked_has_a_name(page):
     assert nameless == []
     contrasts = page.run(CONTRASTS)
     assert min(contrasts.values()) >= 4.5, contrasts  # WCAG 2.2, level AA
+
+
+def test_a_rollout_is_shown_and_rolled_back(browser, tmp_path):
+    """A real one, begun in shadow: its stage, gates and log; the button asks back, and the incumbent decides alone again."""
+    made = bundle(tmp_path / "made")
+    file = evaluation(tmp_path / "evaluation.json", made, key=ROLLOUT_KEY)
+    (tmp_path / "key").write_bytes(ROLLOUT_KEY)
+    settings = QUICK | {"dir": "state", "evidence_key_file": "key", "automatic": False}
+    with live(tmp_path, rollout=settings) as service:
+        order = {"bundle": str(made), "evaluation": str(file)}
+        begun = httpx.post(f"{service.url}/admin/rollout/start", json=order, timeout=60.0)
+        assert begun.status_code == 200, begun.text
+        browser.open(f"{service.url}/ui")
+        browser.wait(lambda: "shadow" in browser.text("#rollout-body"), "the stage is not shown")
+        said = browser.text("#rollout-body")
+        assert "Passed" in said and "canary" in said and "made" in said and "net_utility" in said
+        assert browser.run("return document.querySelector('[aria-current=step]').textContent") == "shadow"
+        browser.click("#rollout-body button.danger")
+        browser.click("dialog button[value=yes]")
+        browser.wait(lambda: "rolled back" in browser.text("#rollout-body"), "it is not rolled back")
+        assert httpx.get(f"{service.url}/admin/rollout").json()["stage"] == "rolled_back"
 
 
 CONTRASTS = """

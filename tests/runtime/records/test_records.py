@@ -36,7 +36,7 @@ def recorded(tmp_path_factory, kernels):
     )
     running = Running("--config", str(folder / "service.yaml"))
     try:
-        end_s = time.monotonic() + 30.0
+        end_s = time.monotonic() + 90.0
         while 'ballast_policy_state{state="ready"} 1' not in running.get("/metrics")[1]:
             assert time.monotonic() < end_s
             time.sleep(0.1)
@@ -50,7 +50,7 @@ def recorded(tmp_path_factory, kernels):
         stream = running.stream("/v1/completions", {"model": "Mistral-7B", "prompt": SECRET, "max_tokens": 4000, "ignore_eos": True})
         next(stream)
         stream.close()
-        end_s = time.monotonic() + 10.0
+        end_s = time.monotonic() + 60.0
         while f'kind="requests",outcome="written"}} {CALLS + 1}' not in running.get("/metrics")[1]:
             assert time.monotonic() < end_s, running.get("/metrics")[1]
             time.sleep(0.1)

@@ -28,7 +28,7 @@ def made(clock: Clock, share: float = 1.0, before: Switchback | None = None, **s
 
 def ended(switchback: Switchback, clock: Clock, asked, took_s: float = 0.5, end: str = DONE, first_s: float = 0.1) -> CallAccount:
     """The call arrives now; its account when it is over, `took_s` later (the clock stays)."""
-    account = CallAccount(asked, clock(), switchback.arm_of(asked), end)
+    account = CallAccount(asked, clock(), switchback.arm_of(asked, clock()), end)
     account.first_s, account.last_s, account.tokens = clock() + first_s, clock() + took_s, 10
     return account
 
@@ -37,7 +37,7 @@ def test_shares_are_nested_and_of_their_size():
     """Of 20,000 users 1, 10 and 50 % are in, within 4 standard errors; who is in at 1 % is in at 10 and at 50 %."""
     clock = Clock()
     inside = {
-        share: {i for i in range(20_000) if made_for.arm_of(call(user=f"u{i}")) != OUTSIDE}
+        share: {i for i in range(20_000) if made_for.arm_of(call(user=f"u{i}"), clock()) != OUTSIDE}
         for share in (0.01, 0.1, 0.5)
         for made_for in [made(clock, share)]
     }
@@ -69,18 +69,18 @@ def test_users_and_sessions_keep_their_arm():
     alone = set()
     for _ in range(10):
         for i in range(5):
-            seen.setdefault(f"u{i}", set()).add(switchback.arm_of(call(user=f"u{i}", session=f"s{i}-{clock.now_s}")))
-            seen.setdefault(f"s{i}", set()).add(switchback.arm_of(call(session=f"s{i}")))
-        alone.add(switchback.arm_of(call()))
+            seen.setdefault(f"u{i}", set()).add(switchback.arm_of(call(user=f"u{i}", session=f"s{i}-{clock.now_s}"), clock()))
+            seen.setdefault(f"s{i}", set()).add(switchback.arm_of(call(session=f"s{i}"), clock()))
+        alone.add(switchback.arm_of(call(), clock()))
         clock.now_s += 10.0
     assert all(len(arms) == 1 for arms in seen.values()) and alone == {CANDIDATE, INCUMBENT}
     (before,) = seen["u0"]
     later = made(clock, before=switchback)
-    assert later.arm_of(call(user="u0")) == before
+    assert later.arm_of(call(user="u0"), clock()) == before
     clock.now_s += 61.0
     while later.current_arm() == before:
         clock.now_s += 10.0
-    assert later.arm_of(call(user="u0")) != before
+    assert later.arm_of(call(user="u0"), clock()) != before
 
 
 def test_what_is_compared():
@@ -140,3 +140,16 @@ def test_refused_calls_count_as_not_served():
     clock.now_s += 20.0
     (pair,) = switchback.pairs_over()
     assert pair.sums[account.arm].calls == 1 and pair.sums[account.arm].served == 0 and pair.sums[account.arm].met == 0.0
+
+
+def test_a_call_at_the_seam_belongs_to_the_pair_it_arrived_in():
+    """It arrives 1 ms before the pair ends and is asked for its arm 1 ms after: counted in and out of the same pair, nothing stays open."""
+    clock = Clock()
+    switchback = made(clock)
+    asked, arrival_s = call(), clock() + 20.0 - 0.001
+    clock.now_s += 20.001
+    account = CallAccount(asked, arrival_s, switchback.arm_of(asked, arrival_s), DONE)
+    account.first_s, account.last_s, account.tokens = clock(), clock(), 1
+    assert switchback.pairs_over() == []
+    switchback.call_ended(account)
+    assert [pair.number for pair in switchback.pairs_over()] == [0] and not switchback._pairs

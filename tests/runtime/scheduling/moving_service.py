@@ -41,16 +41,17 @@ class MovingService:
                 how = tuple({"slow_factor": slow_factor} for _ in range(RANKS))
                 host = HostSettings(str(folder), how, kv_tokens_max=2048, slots_max=8, queue_limit=32)
                 self.backends = [TorchTpBackend(f"g{g}", g, host) for g in range(GROUPS)]
-            self.dispatcher = Dispatcher(self.backends, self.telemetry, DispatchSettings(hold_max_s=20.0), seed=3)
+            patient = DispatchSettings(hold_max_s=60.0, first_token_floor_s=60.0, silence_slack_s=60.0)  # of a machine that is slow itself
+            self.dispatcher = Dispatcher(self.backends, self.telemetry, patient, seed=3)
             self.control = ControlLoop(self.dispatcher, ControlSettings(is_on=False, drain_patience_s=0.2), seed=3)
             await self.dispatcher.start()
             while not self.dispatcher.groups.alive()[:2].all():
                 await asyncio.sleep(0.01)
             await self.control.start()
 
-        self.run(make(), 120.0)
+        self.run(make(), 300.0)
 
-    def run(self, body: Coroutine[Any, Any, Any], deadline_s: float = 60.0) -> Any:
+    def run(self, body: Coroutine[Any, Any, Any], deadline_s: float = 240.0) -> Any:
         return asyncio.run_coroutine_threadsafe(asyncio.wait_for(body, deadline_s), self._loop).result()
 
     def close(self) -> None:

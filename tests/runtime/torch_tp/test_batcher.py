@@ -459,6 +459,20 @@ def test_priority_displaces_lower_priority_at_once_and_equal_priority_waits():
     assert finish_s == sorted(finish_s)
 
 
+def test_what_waited_elsewhere_counts_in_the_queue_and_displaces_nobody():
+    """It comes 5 s late, having waited 100 s in another group: before those that wait here, and after those that run."""
+    serving = Serving(kv_tokens_max=300, slots_max=8, growth_tokens=300, priority_slots=0)
+    runs = serving.submit(make("runs", prompt=[1] * 20, max_tokens=270))
+    serving.step()
+    waits = serving.submit(make("waits", prompt=[2] * 20, max_tokens=230))
+    serving.now_s += 5.0
+    moved = serving.submit(replace(make("moved", prompt=[3] * 20, max_tokens=230), waited_s=100.0))
+    serving.run()
+    assert serving.end(runs).report.preemptions == 0
+    finish_s = [serving.end(request).report.finish_s for request in (runs, moved, waits)]
+    assert finish_s == sorted(finish_s)
+
+
 def test_a_slot_is_kept_for_priority():
     serving = Serving(slots_max=3)
     for name in "abcd":

@@ -61,8 +61,9 @@ def collecting() -> Iterator[Collector]:
             self.send_response(collector.status)
             self.send_header("content-type", "application/x-protobuf")
             self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(OSError):  # who asked may have given up
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
             pass

@@ -182,6 +182,9 @@ def test_a_dead_collector_holds_up_nobody(caplog):
                 while not tracer.failed and time.monotonic() < end_s:
                     time.sleep(0.02)
                 assert tracer.failed > 0 and tracer.exported == 0
+                told = [record.getMessage() for record in caplog.records]
+                lines = [line for line in told if "traces are not taken" in line and url in line]
+                assert len(lines) == 1 and not [record for record in caplog.records if record.name.startswith("opentelemetry")]
             finally:
                 began_s = time.monotonic()
                 tracer.close()
