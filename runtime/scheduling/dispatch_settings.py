@@ -23,7 +23,7 @@ class DispatchSettings:
     in_flight_max: int = 4096
     hold_max_s: float = 2.0
     attempts_max: int = 4
-    retry_wait_s: float = 2.0
+    retry_wait_s: float = 10.0
     first_token_floor_s: float = 5.0
     first_token_multiple: float = 5.0
     silence_multiple: float = 3.0

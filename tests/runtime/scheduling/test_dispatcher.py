@@ -60,6 +60,28 @@ def test_a_stream_lost_at_token_five_goes_on_elsewhere(kind):
     play(backends, body)
 
 
+def test_a_lost_stream_outwaits_the_retries_of_others():
+    """The retry budget is taken for 3.5 s by others, whose groups are slow to begin: a stream lost meanwhile waits for it and is whole."""
+    backends = groups()
+    backends[0].fault = backends[1].fault = backends[2].fault = lambda asked, index: "die" if index == 5 else None
+
+    async def body(service):
+        others = [service.retries.try_start_retry(1) for _ in range(service.retries.retries_limit)]
+        assert all(others)
+
+        async def release() -> None:
+            await asyncio.sleep(3.5)
+            for backend in backends:
+                backend.fault = lambda asked, index: None
+            for _ in others:
+                service.retries.finish(True)
+
+        _, pieces = await asyncio.gather(release(), collect(service, call()))
+        check_whole(pieces, 12)
+
+    play(backends, body)
+
+
 def test_a_silent_stream_is_found_in_time():
     """Silent after token 3: found within 3 x the median gap + 2 s, here with a slack of 0.4 s."""
     backends = groups(2)
