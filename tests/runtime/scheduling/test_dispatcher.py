@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from envs.decision.circuit_breaker import State
-from runtime.backends.interface import GroupReport, RankTimes
+from runtime.backends.interface import NOTHING, CallProgress, GroupReport, RankTimes
 from runtime.calls import Refusal
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, collect, dispatcher, with_service
@@ -93,6 +93,40 @@ def test_a_silent_stream_is_found_in_time():
             check_whole(await collect(service, call()), 12)
             assert time.monotonic() - began_s < 3 * 0.05 + 0.4 + 0.5
         assert service.counts["attempts_lost"] >= 1
+
+    play(backends, body)
+
+
+class Recovering(Scripted):
+    """Stands still for 1.5 s before token 5 of each first attempt, and reports the calls that it has in hand, if it `tells`."""
+
+    tells = True
+
+    def report(self):
+        progress = tuple(CallProgress(name, 5, 0, True) for name in self.started) if self.tells else None
+        return GroupReport(time.monotonic(), len(self.started), 0, progress=progress)
+
+    async def submit(self, call, begun=NOTHING):
+        async for piece in super().submit(call, begun):
+            if piece.index == 5 and not begun.pieces:
+                await asyncio.sleep(1.5)
+            yield piece
+
+
+@pytest.mark.parametrize(("count", "tells", "attempts"), [(1, True, 1), (1, False, 2), (2, True, 2)])
+def test_a_silent_stream_is_left_where_no_other_group_could_take_it(count, tells, attempts):
+    """Silent for 1.5 s, with a limit of about 0.4 s: asked again elsewhere, if there is such a place, and by a group that does not say
+    that it has the call in hand; else waited for, since asking the same group again would only begin anew."""
+    backends = [Recovering("g0", 0), *groups(2)[1:count]]
+    for backend in backends:
+        backend.tells = tells
+
+    async def body(service):
+        if count == 2:
+            backends[1].gap_s = 0.2  # the first one is chosen
+        await asyncio.sleep(0.3)  # reports are in
+        check_whole(await collect(service, call()), 12)
+        assert sum(len(backend.started) for backend in backends) == attempts
 
     play(backends, body)
 
