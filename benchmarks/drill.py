@@ -48,8 +48,8 @@ class Drill:
         self._service, self._clients, self._rng, self._kinds = service, clients, rng, list(kinds)
         self._whole = set(service.groups)
 
-    async def run(self, requests: int) -> None:
-        """Slices of calm and of faults by turns, so many requests in the latter altogether."""
+    async def run(self, requests: int, has_calm: bool) -> None:
+        """Slices of faults and, where wanted, of calm by turns, so many requests in the former altogether."""
         watching = [asyncio.create_task(self._watch()), asyncio.create_task(self._listen())]
         faults, done, load = len(self._kinds), 0, MachineLoad()
         try:
@@ -61,7 +61,8 @@ class Drill:
                     await self._storm(mine, share)
                     done += len(self._clients.answers) - before
                     _progress(faults - len(self._kinds), faults, done, self._clients)
-                    await self._calm(time.monotonic() - began_s, len(mine))
+                    if has_calm:
+                        await self._calm(time.monotonic() - began_s, len(mine))
         finally:
             for task in watching:
                 task.cancel()
@@ -161,7 +162,7 @@ async def run(service: DrilledService, folder: Path, options: argparse.Namespace
     drill = Drill(service, clients, kinds, striking)
     clients.start(asked, options.clients)
     try:
-        await drill.run(options.requests)
+        await drill.run(options.requests, not options.no_calm)
     finally:
         await clients.stop()
     return Found(clients.answers, drill.strikes, {})
@@ -174,6 +175,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--faults", type=int, help="how many strike (default 200; with another model than small 20)")
     parser.add_argument("--clients", type=int, default=8, help="requests in flight (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of requests, faults and moments (default %(default)s)")
+    parser.add_argument("--no-calm", action="store_true", help="faults alone, without slices of calm to compare with")
     parser.add_argument("--keep", type=Path, help="folder for the service's files and log (default: a temporary one)")
     options = parser.parse_args(arguments)
     options.size = "small" if options.model == "small" else "large"

@@ -47,7 +47,7 @@ def test_figures_of_a_kill_by_hand():
 def test_a_short_drill_loses_nothing_and_leaves_nothing(dreams, tmp_path, kernels):
     """Six faults, one of each sort, while 30 requests run: all are noticed and outlived, every answer has the text given in calm."""
     groups = GROUPS["small"]
-    options = argparse.Namespace(requests=30, faults=6, clients=6, seed=1)
+    options = argparse.Namespace(requests=30, faults=6, clients=6, seed=1, no_calm=True)
     with drilled(tmp_path, dreams, read_config(dreams), groups) as service:
         found = asyncio.run(run(service, dreams, options))
     assert service.process.returncode == 0 and service.left() == []
