@@ -71,6 +71,10 @@ class _Lost(Exception):
     """The attempt came to nothing, by the group's fault; the message says how."""
 
 
+class _Silent(_Lost):
+    """It stood still after some tokens: what comes next in another group is progress all the same."""
+
+
 class Dispatcher:
     """Serves calls by `backends`, one per group of the cluster, in its order. `counts`: what happened, by name."""
 
@@ -280,6 +284,7 @@ class Dispatcher:
                 except (BackendFault, _Lost) as error:
                     logger.info("attempt lost call=%s group=%s reason=%s", call.call_id, self.backends[attempt.group_index].name, error)
                     self.counts["attempts_lost"] += 1
+                    attempts -= isinstance(error, _Silent)  # slow groups spend no tries: its tokens and its deadline bound those
                     failed.add(attempt.group_index)
                     self.retries.finish(is_retry)
                     is_counted = False
@@ -438,7 +443,8 @@ class Dispatcher:
             is_silent = not math.isnan(attempt.first_s)
             waited_s = max(limit_s, now_s) - (attempt.last_s if is_silent else attempt.began_s)
             what = "silent" if is_silent else "no first token"
-            raise _Lost(f"{self.backends[attempt.group_index].name}: {what} for {waited_s:.1f} s") from None
+            kind = _Silent if is_silent else _Lost
+            raise kind(f"{self.backends[attempt.group_index].name}: {what} for {waited_s:.1f} s") from None
 
     def _prolonged_s(self, call: Call, attempt: _Attempt) -> float:
         """Until when a silent attempt may go on all the same: where no other group could take the call and its own reports that it has it

@@ -97,6 +97,26 @@ def test_a_silent_stream_is_found_in_time():
     play(backends, body)
 
 
+def test_a_stream_that_falls_silent_again_and_again_comes_to_its_end():
+    """Every group stands still after two more tokens, five times in all: more than a call has tries, but each brought it on."""
+    backends, seen = groups(), set()
+
+    def stand_still(asked, index):
+        if index not in (2, 4, 6, 8, 10) or (asked.call_id, index) in seen:
+            return None
+        seen.add((asked.call_id, index))
+        return "hang"
+
+    for backend in backends:
+        backend.fault = stand_still
+
+    async def body(service):
+        check_whole(await collect(service, call()), 12)
+        assert service.counts["attempts_lost"] == 5 > DispatchSettings().attempts_max
+
+    play(backends, body)
+
+
 class Recovering(Scripted):
     """Stands still for 1.5 s before token 5 of each first attempt, and reports the calls that it has in hand, if it `tells`."""
 
