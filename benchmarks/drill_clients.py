@@ -17,6 +17,7 @@ from runtime.backends.http_client import HttpClient, HttpLost
 
 PRIORITIES = (-10, 0, 10)
 CLASSES = ("chat", "code", "batch")
+CONTENT = ("whole", "tie")
 PATIENCE_S = 120.0
 HEADERS = "content-type: application/json\r\nx-request-id: {}\r\n"
 
@@ -122,6 +123,8 @@ class Clients:
             answer.verdict, answer.detail = "lost", f"{type(error).__name__}: {error}"
             await asyncio.sleep(0.1)
         self.answers.append(answer)
+        if answer.verdict not in CONTENT:
+            print(f"{answer.name} {answer.verdict}: {answer.detail}", flush=True)
 
     async def _ask(self, name: str, body: dict[str, Any], answer: Answer | None) -> tuple[int, bytes]:
         body = {"model": self._model, "temperature": 0, "ignore_eos": True, **body}

@@ -23,6 +23,7 @@ from runtime.backends.interface import CallProgress, GroupReport, PlanReport, Ra
 from runtime.calls import Piece
 from runtime.frames import FrameCutter, frame
 from runtime.request_notes import AnswerTimes
+from runtime.torch_tp.answer_stream import AnswerStream
 from runtime.torch_tp.engine import Engine, EngineSettings
 from runtime.torch_tp.measured import Measured
 from runtime.torch_tp.parent_death import die_with_parent
@@ -41,6 +42,7 @@ class GroupHost:
     def __init__(self, engine: Engine, settings: M.HostSettings, writer: asyncio.StreamWriter) -> None:
         self._engine, self._settings, self._writer = engine, settings, writer
         self._answers: dict[int, asyncio.Task[None]] = {}
+        self._streams: dict[int, AnswerStream] = {}
         self._resplits: set[asyncio.Task[None]] = set()
         self._probes = 0
         self._reported_step = -1
@@ -66,8 +68,7 @@ class GroupHost:
             self._answers[message[1]] = task
             task.add_done_callback(lambda done, number=message[1]: self._answers.pop(number, None))
         elif kind == M.CANCEL:
-            if (task := self._answers.get(message[1])) is not None:
-                task.cancel()
+            self._end(message[1])
         elif kind == M.PROBE:
             task = asyncio.create_task(self._probe(message[1]))
             self._answers[-1 - message[1]] = task
@@ -83,11 +84,18 @@ class GroupHost:
         if not self._writer.is_closing():
             self._writer.write(frame(message))
 
+    def _end(self, number: int) -> None:
+        """At once, since the call may come back under its id with the next message: a cancelled task takes its time."""
+        if (stream := self._streams.get(number)) is not None:
+            stream.cancel()  # its last event ends the task
+        elif (task := self._answers.get(number)) is not None:
+            task.cancel()
+
     async def _answer(self, message: list[Any]) -> None:
         """Hand on the pieces of one answer; cancelled, the engine's work ends with it."""
         number = message[1]
         try:
-            stream = self._engine.submit(M.request_of(message))
+            stream = self._streams[number] = self._engine.submit(M.request_of(message))
             async for event in stream:
                 if event.finish_reason in ("error", "moved", "deadline", "cancelled"):
                     self._say([M.ENDED, number, "fault", event.detail or event.finish_reason])
@@ -99,6 +107,8 @@ class GroupHost:
             self._say([M.ENDED, number, "invalid", str(error)])
         except TimeoutError as error:
             self._say([M.ENDED, number, "fault", str(error)])
+        finally:
+            self._streams.pop(number, None)
 
     async def _probe(self, number: int) -> None:
         """One token, made for nobody (K22)."""

@@ -14,20 +14,22 @@ class DispatchSettings:
 
     in_flight_max: calls inside, held ones included. hold_max_s: longest wait for a group to take a call. attempts_max: of one call.
     retry_wait_s: how long a retry waits for the budget. first_token_floor_s, first_token_multiple: an attempt without a first token is
-    given up after max(floor, multiple x predicted) . silence_multiple, silence_slack_s: a started stream after multiple x its group's
-    median gap + slack. report_period_s: how often groups are asked for their reports. ready_within_s: a token so young proves that
-    tokens can be made, and a probe gets as long. restart_s: first wait before a dead group is started again, doubled up to restart_max_s.
+    given up after max(floor, multiple x predicted), silence_multiple, silence_slack_s: a started stream after multiple x its group's
+    median gap + slack; both only after silence_alone_s where no other group could take the call and its own reports that it has it in
+    hand. report_period_s: how often groups are asked for their reports. ready_within_s: a token so young proves that tokens can be made,
+    and a probe gets as long. restart_s: first wait before a dead group is started again, doubled up to restart_max_s.
     class_timeout_fraction, class_timeout_limits: as in the simulated world.
     """
 
     in_flight_max: int = 4096
     hold_max_s: float = 2.0
     attempts_max: int = 4
-    retry_wait_s: float = 2.0
+    retry_wait_s: float = 10.0
     first_token_floor_s: float = 5.0
     first_token_multiple: float = 5.0
     silence_multiple: float = 3.0
     silence_slack_s: float = 1.5
+    silence_alone_s: float = 30.0
     report_period_s: float = 0.1
     restart_s: float = 0.5
     restart_max_s: float = 30.0

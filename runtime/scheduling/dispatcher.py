@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_MIN_S = 0.1
 RETRY_AFTER_MAX_S = 30.0
 HELD_AT_ONCE_S = 1.0  # a held call looks again after so long, whatever happens
+REPORT_FRESH_S = 1.0
 RUNG_PER_END = 2  # held calls that ask again when an attempt ends; all of them do every report period
 
 
@@ -69,6 +70,10 @@ class _Attempt:
 
 class _Lost(Exception):
     """The attempt came to nothing, by the group's fault; the message says how."""
+
+
+class _Silent(_Lost):
+    """It stood still after some tokens: what comes next in another group is progress all the same."""
 
 
 class Dispatcher:
@@ -281,6 +286,7 @@ class Dispatcher:
                 except (BackendFault, _Lost) as error:
                     logger.info("attempt lost call=%s group=%s reason=%s", call.call_id, self.backends[attempt.group_index].name, error)
                     self.counts["attempts_lost"] += 1
+                    attempts -= isinstance(error, _Silent)  # slow groups spend no tries: its tokens and its deadline bound those
                     failed.add(attempt.group_index)
                     self.retries.finish(is_retry)
                     is_counted = False
@@ -384,7 +390,7 @@ class Dispatcher:
         """Pieces of one attempt, its deadlines kept and its outcome told to the breaker. Raises: BackendError, _Lost, Refusal."""
         g, backend = attempt.group_index, self.backends[attempt.group_index]
         outcome, reason, generated, finished = Outcome.NEUTRAL, "", begun.pieces, False
-        watch = StreamWatch(self._now_s)
+        watch = StreamWatch(self._now_s, lambda: self._prolonged_s(call, attempt))
         attempt.flight.recall = watch.interrupt
         try:
             async with aclosing(backend.submit(call, begun)) as pieces:
@@ -436,12 +442,28 @@ class Dispatcher:
         except StopAsyncIteration:
             raise _Lost("the stream ended without a finish reason") from None
         except TimeoutError:
-            if call.deadline_s <= limit_s:
+            now_s = self._now_s()
+            if call.deadline_s <= max(limit_s, now_s):
                 raise Refusal("deadline", "its deadline passed while it was served") from None
             is_silent = not math.isnan(attempt.first_s)
-            waited_s = limit_s - (attempt.last_s if is_silent else attempt.began_s)
+            waited_s = max(limit_s, now_s) - (attempt.last_s if is_silent else attempt.began_s)
             what = "silent" if is_silent else "no first token"
-            raise _Lost(f"{self.backends[attempt.group_index].name}: {what} for {waited_s:.1f} s") from None
+            kind = _Silent if is_silent else _Lost
+            raise kind(f"{self.backends[attempt.group_index].name}: {what} for {waited_s:.1f} s") from None
+
+    def _prolonged_s(self, call: Call, attempt: _Attempt) -> float:
+        """Until when a silent attempt may go on all the same: where no other group could take the call and its own reports that it has it
+        in hand, asking that one again would only begin anew what it is about to do. 0 elsewhere."""
+        g, now_s, settings = attempt.group_index, self._now_s(), self.settings
+        others = self.groups.alive() & self._fits(call)
+        others[g] = False
+        report = self.telemetry.reports[g]
+        if others.any() or report is None or report.progress is None or now_s - report.at_s > REPORT_FRESH_S:
+            return 0.0
+        if not any(item.call_id == call.call_id for item in report.progress):
+            return 0.0
+        since_s = attempt.began_s if math.isnan(attempt.last_s) else attempt.last_s
+        return min(now_s + REPORT_FRESH_S, since_s + settings.silence_alone_s, call.deadline_s)
 
     def _patience_s(self, attempt: _Attempt) -> float:
         """Clock time until which the next piece must be here."""

@@ -13,10 +13,11 @@ T = TypeVar("T")
 
 
 class StreamWatch:
-    """`next` waits for the next item until a clock time. Close it when the stream is over."""
+    """`next` waits for the next item until a clock time. Close it when the stream is over. prolong: asked when that time has come, until
+    when the wait may go on; a time that is past ends it."""
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s = now_s
+    def __init__(self, now_s: Callable[[], float], prolong: Callable[[], float] = lambda: 0.0) -> None:
+        self._now_s, self._prolong = now_s, prolong
         self._loop = asyncio.get_running_loop()
         self._until_s = 0.0
         self._waiting: asyncio.Task[object] | None = None
@@ -68,6 +69,8 @@ class StreamWatch:
         self._timer = None
         if self._waiting is None or self._error is not None:
             return  # whoever asks next arms it
+        if self._now_s() >= self._until_s:
+            self._until_s = self._prolong()
         if self._now_s() >= self._until_s:
             self._has_fired = True
             self._waiting.cancel()

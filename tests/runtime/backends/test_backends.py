@@ -96,6 +96,20 @@ def test_an_answer_comes_piece_by_piece(make):
     play(make(), body)
 
 
+def test_a_call_that_left_may_come_back_at_once(make):
+    """Requeued by its scheduler and sent to the same group again, in the same breath: it is the same call, and no duplicate."""
+
+    async def body(backend):
+        asked = ask()
+        for _ in range(10):
+            left = backend.submit(asked)
+            await anext(left)
+            await left.aclose()
+            assert len(shown(await collect(backend, asked))) == 24
+
+    play(make(), body)
+
+
 def test_the_same_call_goes_on_elsewhere_as_it_would_have(make):
     """Begun anywhere on one backend, an answer ends on another as if it had not moved: tokens and text, greedy and sampled."""
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from envs.decision.circuit_breaker import State
-from runtime.backends.interface import GroupReport, RankTimes
+from runtime.backends.interface import NOTHING, CallProgress, GroupReport, RankTimes
 from runtime.calls import Refusal
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, collect, dispatcher, with_service
@@ -60,6 +60,28 @@ def test_a_stream_lost_at_token_five_goes_on_elsewhere(kind):
     play(backends, body)
 
 
+def test_a_lost_stream_outwaits_the_retries_of_others():
+    """The retry budget is taken for 3.5 s by others, whose groups are slow to begin: a stream lost meanwhile waits for it and is whole."""
+    backends = groups()
+    backends[0].fault = backends[1].fault = backends[2].fault = lambda asked, index: "die" if index == 5 else None
+
+    async def body(service):
+        others = [service.retries.try_start_retry(1) for _ in range(service.retries.retries_limit)]
+        assert all(others)
+
+        async def release() -> None:
+            await asyncio.sleep(3.5)
+            for backend in backends:
+                backend.fault = lambda asked, index: None
+            for _ in others:
+                service.retries.finish(True)
+
+        _, pieces = await asyncio.gather(release(), collect(service, call()))
+        check_whole(pieces, 12)
+
+    play(backends, body)
+
+
 def test_a_silent_stream_is_found_in_time():
     """Silent after token 3: found within 3 x the median gap + 2 s, here with a slack of 0.4 s."""
     backends = groups(2)
@@ -71,6 +93,60 @@ def test_a_silent_stream_is_found_in_time():
             check_whole(await collect(service, call()), 12)
             assert time.monotonic() - began_s < 3 * 0.05 + 0.4 + 0.5
         assert service.counts["attempts_lost"] >= 1
+
+    play(backends, body)
+
+
+def test_a_stream_that_falls_silent_again_and_again_comes_to_its_end():
+    """Every group stands still after two more tokens, five times in all: more than a call has tries, but each brought it on."""
+    backends, seen = groups(), set()
+
+    def stand_still(asked, index):
+        if index not in (2, 4, 6, 8, 10) or (asked.call_id, index) in seen:
+            return None
+        seen.add((asked.call_id, index))
+        return "hang"
+
+    for backend in backends:
+        backend.fault = stand_still
+
+    async def body(service):
+        check_whole(await collect(service, call()), 12)
+        assert service.counts["attempts_lost"] == 5 > DispatchSettings().attempts_max
+
+    play(backends, body)
+
+
+class Recovering(Scripted):
+    """Stands still for 1.5 s before token 5 of each first attempt, and reports the calls that it has in hand, if it `tells`."""
+
+    tells = True
+
+    def report(self):
+        progress = tuple(CallProgress(name, 5, 0, True) for name in self.started) if self.tells else None
+        return GroupReport(time.monotonic(), len(self.started), 0, progress=progress)
+
+    async def submit(self, call, begun=NOTHING):
+        async for piece in super().submit(call, begun):
+            if piece.index == 5 and not begun.pieces:
+                await asyncio.sleep(1.5)
+            yield piece
+
+
+@pytest.mark.parametrize(("count", "tells", "attempts"), [(1, True, 1), (1, False, 2), (2, True, 2)])
+def test_a_silent_stream_is_left_where_no_other_group_could_take_it(count, tells, attempts):
+    """Silent for 1.5 s, with a limit of about 0.4 s: asked again elsewhere, if there is such a place, and by a group that does not say
+    that it has the call in hand; else waited for, since asking the same group again would only begin anew."""
+    backends = [Recovering("g0", 0), *groups(2)[1:count]]
+    for backend in backends:
+        backend.tells = tells
+
+    async def body(service):
+        if count == 2:
+            backends[1].gap_s = 0.2  # the first one is chosen
+        await asyncio.sleep(0.3)  # reports are in
+        check_whole(await collect(service, call()), 12)
+        assert sum(len(backend.started) for backend in backends) == attempts
 
     play(backends, body)
 
