@@ -90,9 +90,10 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         experiment.runner.close()
     print_table(results, console)
-    console.print(f"report   {run_dir / 'report.html'}\nbundles  {run_dir / 'bundle'}")
     python = interpreter()
     for line in (
+        f"report   {run_dir / 'report.html'}",
+        f"bundles  {run_dir / 'bundle'}",
         "next:",
         f"  {python} -m tensorboard.main --logdir {shlex.quote(str(run_dir))}",
         f"  {python} -m agents.inspect_bundle {shlex.quote(str(run_dir / 'bundle' / agents[0]))}",
