@@ -339,7 +339,8 @@ def _describe(contents: BundleContents, weights: bytes) -> dict[str, Any]:
     }
 
 
-def _no_bundle(directory: Path) -> str:
+def no_bundle(directory: Path) -> str:
+    """That `directory` is no bundle, and which ones lie inside it."""
     said = f"{directory} is not a bundle directory (it should hold {DESCRIPTION_FILE} and {WEIGHTS_FILE})"
     near = [path for pattern in ("*", "bundle/*") for path in sorted(directory.glob(f"{pattern}/{DESCRIPTION_FILE}"))]
     if near:  # a run, or its folder `bundle`
@@ -356,7 +357,7 @@ def load_bundle(path: str | os.PathLike[str], expected: BundleSchema | None = No
     directory = Path(path)
     try:
         if not directory.is_dir() or not any((directory / name).exists() for name in (DESCRIPTION_FILE, WEIGHTS_FILE)):
-            raise BundleError(_no_bundle(directory))
+            raise BundleError(no_bundle(directory))
         description = _parse_json(_read_capped(directory / DESCRIPTION_FILE, DESCRIPTION_BYTES_MAX))
         weights = _read_capped(directory / WEIGHTS_FILE, WEIGHTS_BYTES_MAX)
         contents = _contents_from(description, weights)
