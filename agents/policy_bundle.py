@@ -342,6 +342,15 @@ def _describe(contents: BundleContents, weights: bytes) -> dict[str, Any]:
     }
 
 
+def no_bundle(directory: Path) -> str:
+    """That `directory` is no bundle, and which ones lie inside it."""
+    said = f"{directory} is not a bundle directory (it should hold {DESCRIPTION_FILE} and {WEIGHTS_FILE})"
+    near = [path for pattern in ("*", "bundle/*") for path in sorted(directory.glob(f"{pattern}/{DESCRIPTION_FILE}"))]
+    if near:  # a run, or its folder `bundle`
+        return f"{said}; give {' or '.join(str(path.parent) for path in near[:4])}"
+    return said if directory.is_dir() else f"{said}: there is no such directory"
+
+
 def load_bundle(path: str | os.PathLike[str], expected: BundleSchema | None = None) -> BundlePolicy:
     """Read and check a bundle directory; nothing in it is executed.
 
@@ -350,8 +359,8 @@ def load_bundle(path: str | os.PathLike[str], expected: BundleSchema | None = No
     """
     directory = Path(path)
     try:
-        if not directory.is_dir():
-            raise BundleError(f"{directory} is not a bundle directory (it should hold {DESCRIPTION_FILE} and {WEIGHTS_FILE})")
+        if not directory.is_dir() or not any((directory / name).exists() for name in (DESCRIPTION_FILE, WEIGHTS_FILE)):
+            raise BundleError(no_bundle(directory))
         description = _parse_json(_read_capped(directory / DESCRIPTION_FILE, DESCRIPTION_BYTES_MAX))
         weights = _read_capped(directory / WEIGHTS_FILE, WEIGHTS_BYTES_MAX)
         contents = _contents_from(description, weights)

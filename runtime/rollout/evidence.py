@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from agents.evaluation_file import EvaluationFile, EvaluationFileError, read_evaluation_file
-from agents.policy_bundle import bundle_digests
+from agents.policy_bundle import bundle_digests, no_bundle
 from agents.statistics import bootstrap_interval, paired_differences
 from agents.whole_files import read_plain_file
 from runtime.rollout.settings import ReplayGate
@@ -84,7 +84,7 @@ def _row_of(found: EvaluationFile, bundle: Path, evaluation: Path) -> str:
     try:
         digests = bundle_digests(bundle)
     except OSError as error:
-        raise RolloutError(f"{bundle}: not a bundle ({error.strerror})") from error
+        raise RolloutError(no_bundle(bundle)) from error
     for kind, row in LEARNED_ROWS.items():
         if found.bundles.get(kind) == digests:
             return row

@@ -10,6 +10,7 @@ import pytest
 
 from agents.evaluate import main as evaluate
 from agents.policy_bundle import bundle_digests
+from runtime.rollout.command_line import _lines
 from runtime.rollout.evidence import read_key, replay_verdict
 from runtime.rollout.settings import ReplayGate
 from runtime.rollout.state import RolloutError
@@ -128,3 +129,16 @@ def test_a_file_that_agents_evaluate_made(tmp_path):
     assert said["gain"] == pytest.approx(sum(gains) / 2) and said["experiment"] == "tiny" and said["worlds"] == 2
     with pytest.raises(RolloutError, match="worlds_min is 20"):
         replay_verdict(ReplayGate(allow_shortened=True), made, path, "net_utility", key=KEY)
+
+
+def test_a_folder_of_bundles_is_answered_with_what_was_meant(tmp_path):
+    made = bundle(tmp_path / "run" / "bundle" / "route")
+    with pytest.raises(RolloutError, match=f"give {made}$"):
+        replay_verdict(GATE, made.parent, evaluation(tmp_path / "e.json", made, key=KEY), "net_utility", key=KEY)
+
+
+def test_a_stage_that_does_not_move_says_what_it_waits_for():
+    """With a service the candidate's process is on its way; without one nothing is."""
+    said = {"title": "shadow", "stage": "shadow", "incumbent": {"kind": "heuristic", "name": "net_utility"}, "is_running": False}
+    assert "process is starting" in _lines(said | {"is_served": True}, "start")[-1]
+    assert "a service must run" in _lines(said | {"is_served": False}, "start")[-1]
