@@ -27,7 +27,7 @@ WEB = (
 # the simulated world and what is built straight on it; named one by one, so that a module without a layer is noticed
 SIMULATION = ("envs.cluster", "envs.scheduling_env", "envs.default_worlds", "envs.unloaded", "envs.world_sampler")
 
-EVIDENCE = ("agents.evaluation_file", "agents.statistics", "agents.whole_files")
+EVIDENCE = ("agents.evaluation_file", "agents.statistics")
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,14 @@ LAYERS = (
     Layer("envs.scenario", (*BASE[:3], "envs.scenario"), ("numpy", "pydantic", "yaml")),
     *(Layer(package, ("envs",), ("numpy", "numba", "simpy", "gymnasium")) for package in SIMULATION),
     Layer("agents.heuristics", (*BASE, "agents.heuristics"), ("numpy", "safetensors")),
-    Layer("agents.policy_bundle", (*BASE, "agents.policy_bundle"), ("numpy", "safetensors")),
+    Layer("agents.policy_bundle", (*BASE, "agents.policy_bundle", "agents.whole_files"), ("numpy", "safetensors")),
+    Layer("agents.whole_files", (), ()),  # the standard library alone: whoever reads or writes files may use it
     # what a rollout reads of an evaluation: numpy, nothing that trains
     *(Layer(module, ("agents.policy_bundle", "agents.whole_files"), ("numpy",)) for module in EVIDENCE),
     Layer("agents", ("envs", "agents"), TRAINING),
     Layer(
         "runtime",
-        (*BASE, "envs.scenario", "envs.traces", "agents.heuristics", "agents.policy_bundle", *EVIDENCE, "runtime"),
+        (*BASE, "envs.scenario", "envs.traces", "agents.heuristics", "agents.policy_bundle", "agents.whole_files", *EVIDENCE, "runtime"),
         WEB,
     ),
 )
