@@ -42,7 +42,7 @@ CAPACITY_STEPS = 6
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One call as its caller saw it. end: "good" (within its limits), "late", or a refusal's reason."""
+    """One call as its caller saw it. end: "good" (within its limits), which limit it missed, or a refusal's reason."""
 
     class_index: int
     end: str
@@ -99,8 +99,9 @@ async def ask(dispatcher: Dispatcher, call: Call, now_s: Callable[[], float]) ->
         return Seen(call.class_index, refusal.reason)
     service = SERVICE_CLASSES[call.class_index]
     tpot_s = (now_s() - first_s) / max(1, tokens - 1)
-    is_good = first_s - began_s <= service.ttft_limit_s(call.prompt_tokens) and tpot_s <= service.tpot_limit_s
-    return Seen(call.class_index, "good" if is_good else "late")
+    if first_s - began_s > service.ttft_limit_s(call.prompt_tokens):
+        return Seen(call.class_index, "late first token")
+    return Seen(call.class_index, "good" if tpot_s <= service.tpot_limit_s else "slow tokens")
 
 
 async def serve(cluster_name: str, chosen: Slice) -> Found:

@@ -1,8 +1,8 @@
 """Who is turned away while not all can be served in time: lowest priority first, and before queues grow. One rule for service and simulator.
 
-Pressure of a request: what the best group that may take it is predicted to make of it, over its limits (the worse of TTFT and TPOT; 1 is
-just in time). Where even an empty group needs more than half of a limit, twice that need stands for the limit: an idle cluster sheds
-nobody, however slow it is or is taken for. Leaves to others which group serves, and what a full queue means.
+Pressure of a request in a group: what the group is predicted to make of it, over its limits (the worse of TTFT and TPOT; 1 is just in
+time). Where even the empty group needs more than half of a limit, twice that need stands for the limit: an idle cluster sheds nobody,
+however slow it is or is taken for. Leaves to others which of the groups that have time serves, and what a full queue means.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from envs.decision import predictor as P
 from envs.decision.actions import DecisionPoint
 from envs.domain.requests import SERVICE_CLASSES
-from envs.domain.snapshot import FloatArray
+from envs.domain.snapshot import BoolArray, FloatArray
 from envs.perf_model.compiled import kernel
 
 RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 30.0
@@ -25,8 +25,8 @@ FRESH_S = 1.0  # a pressure so old says nothing of the present
 
 @dataclass(frozen=True, slots=True)
 class OverloadSettings:
-    """shed_above: own pressure beyond which a request is turned away. tight_above, tight_below: pressure of a level at which all lower
-    ones begin and cease to be turned away. active_s: a level that nobody asked at for so long protects nobody."""
+    """shed_above: own pressure beyond which a group takes a request no more. tight_above, tight_below: pressure of a level at which a group
+    begins and ceases to be closed to all lower ones. active_s: a level that nobody asked at for so long protects nobody."""
 
     shed_above: float = 0.9
     tight_above: float = 0.7
@@ -43,7 +43,8 @@ def _pressures(
     now_s, arrival_s, prompt, class_index, key, allowed, ints, floats, offset, resident_ints, resident_floats, block_tokens, estimates,
     limits, baseline, remaining, head_start_s, out,
 ):  # fmt: skip
-    """Pressure of a typical request of each class that came now, and of the one that asks (the last row); inf where no group may take it.
+    """Pressure of a typical request of each class that came now, and of the one that asks (the last row), in each group; inf where it may
+    not be sent.
 
     As in the predictor, but only those ahead in the queue count: a backlog of lower priority is no reason to turn higher ones away.
     """
@@ -52,8 +53,8 @@ def _pressures(
         c = row if row < classes else class_index
         row_key = now_s - limits[c, 4] * head_start_s if row < classes else key
         expected = max(1.0, remaining[c, 0])
-        best = np.inf
         for g in range(allowed.shape[0]):
+            out[row, g] = np.inf
             if not allowed[g]:
                 continue
             ahead = waiting = 0
@@ -85,50 +86,57 @@ def _pressures(
                 ttft_s = start_s + max(ahead_s, room_s) + own_s
             tpot_s = estimates[g, P.E_STEP_AFTER_S] + 0.5 * ahead_s / expected
             alone = baseline[c, g, P.B_TPOT_RATIO] * floats[g, 2]
-            pressure = max(ttft_s / max(ttft_limit_s, 2.0 * own_s), tpot_s / (limits[c, 2] * max(1.0, 2.0 * alone)))
-            best = min(best, pressure)
-        out[row] = best
+            out[row, g] = max(ttft_s / max(ttft_limit_s, 2.0 * own_s), tpot_s / (limits[c, 2] * max(1.0, 2.0 * alone)))
 
 
 @dataclass(slots=True)
 class _Level:
     asked_s: float
-    is_tight: bool = False
+    tight: BoolArray  # (groups,): closed to lower levels
 
 
 class OverloadControl:
     """Judges requests as they come. Work per request: one compiled pass over groups and residents, and the levels that are in use.
 
-    pressure (classes,): of a typical request of each class, as of `at_s`. shed (classes,): requests turned away. sheds: False only looks.
+    pressure (classes,): of a typical request of each class in its best group, as of `at_s`. shed (classes,): requests turned away. sheds: False only looks.
     """
 
     def __init__(self, settings: OverloadSettings | None = None) -> None:
         self.settings = settings or OverloadSettings()
         self.pressure: FloatArray = np.zeros(len(SERVICE_CLASSES))
+        self._in_groups: FloatArray = np.zeros((len(SERVICE_CLASSES), 0))
         self.at_s = -math.inf
         self.shed = [0] * len(SERVICE_CLASSES)
         self.sheds = True
         self._levels: dict[tuple[int, int], _Level] = {}
 
     def judge(self, point: DecisionPoint, priority: int) -> float | None:
-        """None: go on. Otherwise the request of the route decision `point` is turned away, and may ask again after so many seconds.
+        """None: go on, with the groups taken out of the mask of the route decision `point` that have no time for its request. Otherwise it is
+        turned away, and may ask again after so many seconds.
 
-        Never is one turned away while requests of lower priority are let in: whoever is, makes its level tight, and that of others
-        below it closed, until its pressure has fallen under `tight_below`.
+        Never is one turned away while others of lower priority are let in: that closes every group to those, until the pressure there has
+        fallen under `tight_below`.
         """
         request, settings = point.request, self.settings
         assert request is not None, "only route decisions have a request to judge"
-        allowed = point.allowed_groups
+        allowed = point.allowed_groups.copy()
         if not allowed.any():
             return None
         priority = max(-PRIORITY_SPAN, min(PRIORITY_SPAN, priority))
         own = self._observe(point)
-        level = self._levels.setdefault((priority, request.class_index), _Level(point.view.now_s))
+        level = self._levels.setdefault((priority, request.class_index), _Level(point.view.now_s, np.zeros(point.view.groups, np.bool_)))
         level.asked_s = point.view.now_s
         self._follow(point.view.now_s)
-        is_full = own > settings.shed_above
-        level.is_tight |= is_full
-        if not self.sheds or (not is_full and not any(other.is_tight for (above, _), other in self._levels.items() if above > priority)):
+        has_time = own <= settings.shed_above
+        if not has_time.any():
+            level.tight |= allowed
+        for (above, _), other in self._levels.items():
+            if above > priority:
+                has_time &= ~other.tight
+        if not self.sheds:
+            return None
+        if has_time.any():
+            point.mask[: point.view.groups] = has_time
             return None
         self.shed[request.class_index] += 1
         backlog_s = float(point.estimates[allowed, P.E_WORK_LEFT_S].min())
@@ -142,13 +150,13 @@ class OverloadControl:
 
     def levels(self) -> list[tuple[int, int, bool]]:
         """Those in use, highest first: priority, class, whether lower ones are turned away on its account."""
-        return [(priority, c, level.is_tight) for (priority, c), level in sorted(self._levels.items(), reverse=True)]
+        return [(priority, c, level.bool(level.tight.any())) for (priority, c), level in sorted(self._levels.items(), key=lambda entry: entry[0], reverse=True)]
 
-    def _observe(self, point: DecisionPoint) -> float:
-        """Take the pressures of the present; returns that of the request that asks."""
+    def _observe(self, point: DecisionPoint) -> FloatArray:
+        """Take the pressures of the present; returns that of the request that asks, in each group."""
         view, request, tables = point.view, point.request, point.tables
         assert request is not None
-        found = np.empty(len(SERVICE_CLASSES) + 1)
+        found = np.empty((len(SERVICE_CLASSES) + 1, view.groups))
         ints, floats = point.packed
         residents = view.residents
         key = P.queue_key(request.arrival_s, request.class_index, tables.head_start_s)
@@ -157,15 +165,13 @@ class OverloadControl:
             residents.offset, residents.ints, residents.floats, view.kv_block_tokens, point.estimates,
             P.class_limits(tables.limit_multiplier), tables.baseline, tables.remaining_tokens, tables.head_start_s, found,
         )  # fmt: skip
-        self.pressure, self.at_s = found[:-1], view.now_s
-        return float(found[-1])
+        self._in_groups, self.at_s = found[:-1], view.now_s
+        self.pressure = self._in_groups.min(axis=1)
+        return np.asarray(found[-1])
 
     def _follow(self, now_s: float) -> None:
         settings = self.settings
         for key in [key for key, level in self._levels.items() if now_s - level.asked_s > settings.active_s]:
             del self._levels[key]
         for (_, c), level in self._levels.items():
-            if self.pressure[c] >= settings.tight_above:
-                level.is_tight = True
-            elif self.pressure[c] < settings.tight_below:
-                level.is_tight = False
+            level.tight = (level.tight & (self._in_groups[c] >= settings.tight_below)) | (self._in_groups[c] >= settings.tight_above)
