@@ -1,8 +1,8 @@
 """What is served in time when more is asked than can be served: `python -m benchmarks.overload`.
 
-EMULATION: groups of `envs.group_kernel` behind the service's own dispatcher, by default in virtual time, so that neither the machine's speed nor
-its other work is in the figures. First the capacity (the highest rate at which 95 % of the weight asked for meets its limits), then
-the weighted goodput (DESIGN section 8's limits) at multiples of it, with shedding and without in turn.
+EMULATION: groups of `envs.group_kernel` behind the service's own dispatcher, by default in virtual time, so that neither the machine's
+speed nor its other work is in the figures. First the capacity (the highest rate at which 95 % of the weight asked for meets its limits),
+then the weighted goodput (DESIGN section 8's limits) at multiples of it, with shedding and without in turn.
 """
 
 from __future__ import annotations

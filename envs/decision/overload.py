@@ -1,4 +1,4 @@
-"""Who is turned away while not all can be served in time: lowest priority first, and before queues grow. One rule for service and simulator.
+"""Who is turned away while not all can be served in time: lowest priority first, before queues grow. One rule, service and simulator.
 
 Pressure of a request in a group: what the group is predicted to make of it, over its limits (the worse of TTFT and TPOT; 1 is just in
 time). Where even the empty group needs more than half of a limit, twice that need stands for the limit: an idle cluster sheds nobody,
@@ -20,28 +20,31 @@ from envs.perf_model.compiled import kernel
 
 RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 30.0
 PRIORITY_SPAN = 8  # priorities further from 0 count as this far, which bounds the levels
+HARM_MIN = 0.25
 FRESH_S = 1.0  # a pressure so old says nothing of the present
 
 
 @dataclass(frozen=True, slots=True)
 class OverloadSettings:
-    """shed_above: own pressure beyond which a group takes a request no more. tight_above, tight_below: pressure of a level at which a group
-    begins and ceases to be closed to all lower ones. active_s: a level that nobody asked at for so long protects nobody."""
+    """shed_above: own pressure beyond which a group takes a request no more. tight_above, tight_below: pressure of a level (in its best
+    group) at which all lower ones begin and cease to be turned away; closed_s: so long they are after each request of it that was turned
+    away. active_s: a level that nobody asked at for so long protects nobody."""
 
     shed_above: float = 0.9
     tight_above: float = 0.7
     tight_below: float = 0.5
+    closed_s: float = 1.0
     active_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.tight_below <= self.tight_above <= self.shed_above or not self.active_s > 0.0:
-            raise ValueError(f"{self}: need 0 < tight_below <= tight_above <= shed_above, and active_s above 0")
+        if not 0.0 < self.tight_below <= self.tight_above <= self.shed_above or not (self.active_s > 0.0 and self.closed_s >= 0.0):
+            raise ValueError(f"{self}: need 0 < tight_below <= tight_above <= shed_above, active_s above 0 and closed_s at least 0")
 
 
 @kernel
 def _pressures(
     now_s, arrival_s, prompt, class_index, key, allowed, ints, floats, offset, resident_ints, resident_floats, block_tokens, estimates,
-    limits, baseline, remaining, head_start_s, out,
+    limits, baseline, remaining, head_start_s, class_ratio, out,
 ):  # fmt: skip
     """Pressure of a typical request of each class that came now, and of the one that asks (the last row), in each group; inf where it may
     not be sent.
@@ -84,62 +87,71 @@ def _pressures(
                 start_s += now_s - arrival_s
                 own_s = estimates[g, P.E_TTFT_S] - start_s - max(estimates[g, P.E_BACKLOG_S], estimates[g, P.E_KV_WAIT_S])
                 ttft_s = start_s + max(ahead_s, room_s) + own_s
-            tpot_s = estimates[g, P.E_STEP_AFTER_S] + 0.5 * ahead_s / expected
+            # steps with others' prefills in them are longer than the next one: what was seen of the class tells by how much
+            tpot_s = (estimates[g, P.E_STEP_AFTER_S] + 0.5 * ahead_s / expected) * max(1.0, class_ratio[g, c, 1])
             alone = baseline[c, g, P.B_TPOT_RATIO] * floats[g, 2]
             out[row, g] = max(ttft_s / max(ttft_limit_s, 2.0 * own_s), tpot_s / (limits[c, 2] * max(1.0, 2.0 * alone)))
+
+
+def _is_worth_it(point: DecisionPoint) -> BoolArray:
+    """Groups, shape (groups,), where the request is not predicted to cost those inside more than it is worth itself. A harm of less than
+    HARM_MIN of its weight keeps nobody out: where all are late anyway, utilities are next to nothing."""
+    assert point.request is not None
+    harm = -point.estimates[:, P.E_HARM]
+    worth = np.maximum(point.estimates[:, P.E_OWN], HARM_MIN * point.request.service.weight)
+    return np.asarray(harm < worth)
 
 
 @dataclass(slots=True)
 class _Level:
     asked_s: float
-    tight: BoolArray  # (groups,): closed to lower levels
+    refused_s: float = -math.inf
+    is_tight: bool = False
 
 
 class OverloadControl:
     """Judges requests as they come. Work per request: one compiled pass over groups and residents, and the levels that are in use.
 
-    pressure (classes,): of a typical request of each class in its best group, as of `at_s`. shed (classes,): requests turned away. sheds: False only looks.
+    pressure (classes,): of a typical request of each class in its best group, as of `at_s`. shed (classes,): requests
+    turned away. sheds: False only looks.
     """
 
     def __init__(self, settings: OverloadSettings | None = None) -> None:
         self.settings = settings or OverloadSettings()
         self.pressure: FloatArray = np.zeros(len(SERVICE_CLASSES))
-        self._in_groups: FloatArray = np.zeros((len(SERVICE_CLASSES), 0))
         self.at_s = -math.inf
         self.shed = [0] * len(SERVICE_CLASSES)
         self.sheds = True
         self._levels: dict[tuple[int, int], _Level] = {}
 
     def judge(self, point: DecisionPoint, priority: int) -> float | None:
-        """None: go on, with the groups taken out of the mask of the route decision `point` that have no time for its request. Otherwise it is
-        turned away, and may ask again after so many seconds.
+        """None: go on; groups that have no time for the request of the route decision `point` are taken out of its mask. Otherwise it is turned
+        away, and may ask again after so many seconds.
 
-        Never is one turned away while others of lower priority are let in: that closes every group to those, until the pressure there has
-        fallen under `tight_below`.
+        No request is let in for `closed_s` after one of higher priority was turned away, nor while the pressure of a higher level is high.
         """
         request, settings = point.request, self.settings
         assert request is not None, "only route decisions have a request to judge"
-        allowed = point.allowed_groups.copy()
+        allowed, now_s = point.allowed_groups, point.view.now_s
         if not allowed.any():
             return None
         priority = max(-PRIORITY_SPAN, min(PRIORITY_SPAN, priority))
         own = self._observe(point)
-        level = self._levels.setdefault((priority, request.class_index), _Level(point.view.now_s, np.zeros(point.view.groups, np.bool_)))
-        level.asked_s = point.view.now_s
-        self._follow(point.view.now_s)
-        has_time = own <= settings.shed_above
-        if not has_time.any():
-            level.tight |= allowed
-        for (above, _), other in self._levels.items():
-            if above > priority:
-                has_time &= ~other.tight
+        level = self._levels.setdefault((priority, request.class_index), _Level(now_s))
+        level.asked_s = now_s
+        self._follow(now_s)
         if not self.sheds:
             return None
-        if has_time.any():
+        is_closed = any(
+            other.is_tight or now_s - other.refused_s < settings.closed_s for (above, _), other in self._levels.items() if above > priority
+        )
+        has_time = (own <= settings.shed_above) & _is_worth_it(point)
+        if has_time.any() and not is_closed:
             point.mask[: point.view.groups] = has_time
             return None
+        level.refused_s = now_s
         self.shed[request.class_index] += 1
-        backlog_s = float(point.estimates[allowed, P.E_WORK_LEFT_S].min())
+        backlog_s = float(point.estimates[allowed, P.E_WORK_LEFT_S].min())  # until the first group would be empty
         return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, backlog_s))
 
     def strain(self, priority: int, now_s: float) -> float:
@@ -150,7 +162,7 @@ class OverloadControl:
 
     def levels(self) -> list[tuple[int, int, bool]]:
         """Those in use, highest first: priority, class, whether lower ones are turned away on its account."""
-        return [(priority, c, level.bool(level.tight.any())) for (priority, c), level in sorted(self._levels.items(), key=lambda entry: entry[0], reverse=True)]
+        return [(*key, self._levels[key].is_tight) for key in sorted(self._levels, reverse=True)]
 
     def _observe(self, point: DecisionPoint) -> FloatArray:
         """Take the pressures of the present; returns that of the request that asks, in each group."""
@@ -163,10 +175,10 @@ class OverloadControl:
         _pressures(
             view.now_s, request.arrival_s, float(request.prompt_tokens), request.class_index, key, point.allowed_groups, ints, floats,
             residents.offset, residents.ints, residents.floats, view.kv_block_tokens, point.estimates,
-            P.class_limits(tables.limit_multiplier), tables.baseline, tables.remaining_tokens, tables.head_start_s, found,
+            P.class_limits(tables.limit_multiplier), tables.baseline, tables.remaining_tokens, tables.head_start_s,
+            view.class_ratio, found,
         )  # fmt: skip
-        self._in_groups, self.at_s = found[:-1], view.now_s
-        self.pressure = self._in_groups.min(axis=1)
+        self.pressure, self.at_s = found[:-1].min(axis=1), view.now_s
         return np.asarray(found[-1])
 
     def _follow(self, now_s: float) -> None:
@@ -174,4 +186,4 @@ class OverloadControl:
         for key in [key for key, level in self._levels.items() if now_s - level.asked_s > settings.active_s]:
             del self._levels[key]
         for (_, c), level in self._levels.items():
-            level.tight = (level.tight & (self._in_groups[c] >= settings.tight_below)) | (self._in_groups[c] >= settings.tight_above)
+            level.is_tight = bool(self.pressure[c] >= (settings.tight_below if level.is_tight else settings.tight_above))

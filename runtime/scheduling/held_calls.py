@@ -1,4 +1,4 @@
-"""Calls that wait for a group to take them: rung when something may have become possible, the highest priority first, then the longest held."""
+"""Calls that wait for a group to take them; rung when something may be possible: the highest priority first, then the longest held."""
 
 from __future__ import annotations
 
