@@ -125,8 +125,8 @@ class OverloadControl:
         self._levels: dict[tuple[int, int], _Level] = {}
 
     def judge(self, point: DecisionPoint, priority: int) -> float | None:
-        """None: go on; groups that have no time for the request of the route decision `point` are taken out of its mask. Otherwise it is turned
-        away, and may ask again after so many seconds.
+        """None: go on; groups that have no time for the request of the route decision `point` are taken out of its mask. Otherwise it is
+        turned away, and may ask again after so many seconds.
 
         No request is let in for `closed_s` after one of higher priority was turned away, nor while the pressure of a higher level is high.
         """
