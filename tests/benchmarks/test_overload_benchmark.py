@@ -1,4 +1,4 @@
-"""The service's dispatcher over emulated groups in virtual time: asked for five times what it can serve, it serves as much as ever, in time."""
+"""Over emulated groups in virtual time: asked for five times what it can serve, the service serves as much as ever, in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overload: the lowest priority is turned away first and early, an idle cluster turns nobody away, and the simulator lives by the same rule."""
+"""Overload: the lowest priority is turned away first and early, an idle cluster turns nobody away; the simulator has the same rule."""
 
 from __future__ import annotations
 

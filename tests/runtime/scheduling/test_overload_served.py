@@ -1,4 +1,4 @@
-"""Under pressure: calls of low priority leave first, and are told when to come again; critical ones get more tries; answers are degraded, said."""
+"""Under pressure low priorities leave first and are told when to come again; critical ones get more tries; degraded answers say so."""
 
 from __future__ import annotations
 
