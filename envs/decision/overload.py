@@ -88,8 +88,9 @@ def _pressures(
                 own_s = estimates[g, P.E_TTFT_S] - start_s - max(estimates[g, P.E_BACKLOG_S], estimates[g, P.E_KV_WAIT_S])
                 ttft_s = start_s + max(ahead_s, room_s) + own_s
             # steps with others' prefills in them are longer than the next one: what was seen of the class tells by how much
-            tpot_s = (estimates[g, P.E_STEP_AFTER_S] + 0.5 * ahead_s / expected) * max(1.0, class_ratio[g, c, 1])
-            alone = baseline[c, g, P.B_TPOT_RATIO] * floats[g, 2]
+            seen = max(1.0, class_ratio[g, c, 1])
+            tpot_s = (estimates[g, P.E_STEP_AFTER_S] + 0.5 * ahead_s / expected) * seen
+            alone = baseline[c, g, P.B_TPOT_RATIO] * floats[g, 2] * seen
             out[row, g] = max(ttft_s / max(ttft_limit_s, 2.0 * own_s), tpot_s / (limits[c, 2] * max(1.0, 2.0 * alone)))
 
 

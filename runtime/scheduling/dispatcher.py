@@ -359,7 +359,9 @@ class Dispatcher:
         while True:
             fits, excluded = self._fits(call), self._excluded(call, begun, failed)
             may_hold = self._now_s() < hold_until_s
-            question = Question(request, fits, excluded, may_hold, self.prefixes.hits(keys), call.priority if is_new else None)
+            # a parked group is started for a queue: where there is one, that must be seen
+            may_shed = is_new and not self.telemetry.is_parked.any()
+            question = Question(request, fits, excluded, may_hold, self.prefixes.hits(keys), call.priority if may_shed else None)
             decided = await self.scheduler.decide(question, reserve)
             if placed:
                 g = placed[0].group_index

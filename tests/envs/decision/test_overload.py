@@ -36,10 +36,11 @@ def judge(control, idle, class_index, at_s, pause_s=0.0, prompt_tokens=300, **vi
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2), st.floats(0.05, 20.0))
-def test_an_idle_cluster_turns_nobody_away(idle, class_index, correction):
-    """However slow it is: there is nobody to wait for."""
-    found, point = judge(OverloadControl(), idle, class_index, 10.0, correction=np.full(idle.view.groups, correction))
+@given(st.integers(0, 2), st.floats(0.05, 20.0), st.floats(0.1, 20.0))
+def test_an_idle_cluster_turns_nobody_away(idle, class_index, correction, ratio):
+    """However slow it is, or was when it was last seen: there is nobody to wait for."""
+    slow = {"correction": np.full(idle.view.groups, correction), "class_ratio": np.full_like(idle.view.class_ratio, ratio)}
+    found, point = judge(OverloadControl(), idle, class_index, 10.0, **slow)
     assert found is None and point.allowed_groups.any()
 
 
