@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
+import shutil
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +29,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2, help="worker processes for evaluation")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --run-dir")
     return parser.parse_args(arguments)
+
+
+def interpreter() -> str:
+    """How to call this interpreter here: `make` uses an environment that the caller's shell may not have active."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    path = Path(sys.executable)
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,13 +90,16 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         experiment.runner.close()
     print_table(results, console)
-    console.print(f"report   {run_dir / 'report.html'}\nbundles  {run_dir / 'bundle'}")
-    console.print(
-        "next:\n"
-        f"  tensorboard --logdir {run_dir}\n"
-        f"  python -m agents.inspect_bundle {run_dir / 'bundle' / agents[0]}\n"
-        f"  python train.py --experiment {options.experiment} --seed {config.seed + 1}"
-    )
+    python = interpreter()
+    for line in (
+        f"report   {run_dir / 'report.html'}",
+        f"bundles  {run_dir / 'bundle'}",
+        "next:",
+        f"  {python} -m tensorboard.main --logdir {shlex.quote(str(run_dir))}",
+        f"  {python} -m agents.inspect_bundle {shlex.quote(str(run_dir / 'bundle' / agents[0]))}",
+        f"  {python} train.py --experiment {shlex.quote(options.experiment)} --seed {config.seed + 1}",
+    ):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)  # whole lines, to be copied
     return 0
 
 

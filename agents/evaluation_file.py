@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from agents.policy_bundle import bundle_digests
-from agents.whole_files import replace_file
+from agents.whole_files import read_plain_file, replace_file
 
 __all__ = ["EvaluationFile", "EvaluationFileError", "bundle_digests", "read_evaluation_file"]
 
 FORMAT_VERSION = 1
 KEY_BYTES_MIN = 16
+FILE_BYTES_MAX = 64 << 20
 
 
 class EvaluationFileError(ValueError):
@@ -58,16 +59,20 @@ class EvaluationFile:
 def read_evaluation_file(path: Path, key: bytes | None = None) -> EvaluationFile:
     """Read and check an evaluation file; with a key it must be signed with that key. Raises EvaluationFileError."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_plain_file(path, FILE_BYTES_MAX).decode("utf-8"))
         claimed, signature = content.pop("sha256"), content.pop("hmac_sha256")
         version = content["format_version"]
         if version != FORMAT_VERSION:
             raise EvaluationFileError(f"{path.name}: format_version={version}; this program reads {FORMAT_VERSION}: evaluate again")
         found = EvaluationFile(content["experiment"], content["results"], tuple(content["comparisons"]), content["bundles"])
+        if not (
+            isinstance(found.results, dict) and isinstance(found.results.get("policies", {}), dict) and isinstance(found.bundles, dict)
+        ):
+            raise TypeError("results, policies and bundles must be objects")
         data = _canonical(content)
     except EvaluationFileError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EvaluationFileError(f"{path.name}: not an evaluation file ({type(error).__name__}: {error}); run agents.evaluate") from error
     if hashlib.sha256(data).hexdigest() != claimed:
         raise EvaluationFileError(f"{path.name}: its content differs from its digest; it was changed after it was written")

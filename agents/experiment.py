@@ -192,7 +192,7 @@ class Experiment:
             raise ValueError(f"ppo.{agent}: {error}") from error
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)  # a path stays whole, whatever is in it
 
     # -- stages
 

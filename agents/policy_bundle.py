@@ -23,6 +23,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as parse_safetensors
 from safetensors.numpy import save as dump_safetensors
 
+from agents.whole_files import read_plain_file
+
 Float32Array = NDArray[np.float32]
 
 FORMAT_VERSION = 1
@@ -318,7 +320,8 @@ def write_bundle(directory: str | os.PathLike[str], contents: BundleContents) ->
 
 def bundle_digests(directory: Path) -> dict[str, str]:
     """SHA-256 of a bundle's two files, by file name. Raises: OSError."""
-    return {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in (DESCRIPTION_FILE, WEIGHTS_FILE)}
+    most = {DESCRIPTION_FILE: DESCRIPTION_BYTES_MAX, WEIGHTS_FILE: WEIGHTS_BYTES_MAX}
+    return {name: hashlib.sha256(read_plain_file(directory / name, bytes_max)).hexdigest() for name, bytes_max in most.items()}
 
 
 def _describe(contents: BundleContents, weights: bytes) -> dict[str, Any]:
@@ -339,6 +342,15 @@ def _describe(contents: BundleContents, weights: bytes) -> dict[str, Any]:
     }
 
 
+def no_bundle(directory: Path) -> str:
+    """That `directory` is no bundle, and which ones lie inside it."""
+    said = f"{directory} is not a bundle directory (it should hold {DESCRIPTION_FILE} and {WEIGHTS_FILE})"
+    near = [path for pattern in ("*", "bundle/*") for path in sorted(directory.glob(f"{pattern}/{DESCRIPTION_FILE}"))]
+    if near:  # a run, or its folder `bundle`
+        return f"{said}; give {' or '.join(str(path.parent) for path in near[:4])}"
+    return said if directory.is_dir() else f"{said}: there is no such directory"
+
+
 def load_bundle(path: str | os.PathLike[str], expected: BundleSchema | None = None) -> BundlePolicy:
     """Read and check a bundle directory; nothing in it is executed.
 
@@ -347,8 +359,8 @@ def load_bundle(path: str | os.PathLike[str], expected: BundleSchema | None = No
     """
     directory = Path(path)
     try:
-        if not directory.is_dir():
-            raise BundleError(f"{directory} is not a bundle directory (it should hold {DESCRIPTION_FILE} and {WEIGHTS_FILE})")
+        if not directory.is_dir() or not any((directory / name).exists() for name in (DESCRIPTION_FILE, WEIGHTS_FILE)):
+            raise BundleError(no_bundle(directory))
         description = _parse_json(_read_capped(directory / DESCRIPTION_FILE, DESCRIPTION_BYTES_MAX))
         weights = _read_capped(directory / WEIGHTS_FILE, WEIGHTS_BYTES_MAX)
         contents = _contents_from(description, weights)
@@ -369,11 +381,10 @@ def _read_capped(path: Path, bytes_max: int) -> bytes:
     """Read a regular file of at most `bytes_max` bytes."""
     if not path.is_file():
         raise BundleError(f"{path.name} is missing")
-    with open(path, "rb") as file:
-        data = file.read(bytes_max + 1)
-    if len(data) > bytes_max:
-        raise BundleError(f"{path.name} is larger than {bytes_max} bytes")
-    return data
+    try:
+        return read_plain_file(path, bytes_max)
+    except OSError as error:
+        raise BundleError(f"{path.name} {error.strerror}") from error
 
 
 def _refuse_constant(text: str) -> Any:

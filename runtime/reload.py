@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 READY_S = 15.0
 """A new policy process gets so long to load its bundle."""
+WAITING_MAX = 16
 FIXED = (
     "cluster", "model_name", "model_path", "groups", "host", "port", "records", "control", "split_bundle", "rebalance_bundle", "tracing",
 )  # fmt: skip
@@ -39,12 +40,21 @@ class Reloader:
 
     def __init__(self, service: Service, generation: Generation, read: Callable[[], ServiceConfig]) -> None:
         self._service, self._generation, self._read = service, generation, read
-        self._turn = asyncio.Lock()
+        self._turn, self._waiting = asyncio.Lock(), 0
         self.reloads = self.refusals = 0
         self.on_change: Callable[[ServiceConfig], None] = lambda config: None
 
     async def reload(self) -> list[str]:
         """Names of what changed. Raises: ReloadRefused."""
+        if self._waiting >= WAITING_MAX:
+            raise ReloadRefused(f"{self._waiting} reloads wait already")
+        self._waiting += 1
+        try:
+            return await self._in_turn()
+        finally:
+            self._waiting -= 1
+
+    async def _in_turn(self) -> list[str]:
         async with self._turn:
             try:
                 changed = await self._reload()

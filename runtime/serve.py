@@ -8,7 +8,8 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvloop
@@ -31,6 +32,7 @@ from runtime.service_config import ServiceConfig, load_service
 from runtime.tracing.tracer import Tracer
 
 DEMONSTRATION = Path(__file__).with_name("demonstration") / "service.yaml"
+KERNELS_QUIET_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +130,8 @@ async def serve(config: ServiceConfig, read_again: Callable[[], ServiceConfig]) 
     reloads: set[asyncio.Task[None]] = set()
 
     def reload() -> None:
+        if len(reloads) > 1:
+            return  # one waits already, and will read what is there then
         task = asyncio.create_task(_reload_quietly(reloader))
         reloads.add(task)
         task.add_done_callback(reloads.discard)
@@ -181,12 +185,26 @@ async def _announce(service: Service, config: ServiceConfig, port: int) -> None:
     print(f"  curl -N http://{host}:{port}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", flush=True)
 
 
+@contextlib.contextmanager
+def _kernels_explained() -> Iterator[None]:
+    """Says what is waited for where the kernels are not on disk yet: a silent minute looks like a hang."""
+    said = "loading the kernels; the first run after an installation compiles them, which takes a minute or two"
+    timer = threading.Timer(KERNELS_QUIET_S, print, (said,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def main(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     process_memory.do_without_scipy()
     try:
         config = read(options)
-        text, fits = explain(config)
+        with _kernels_explained():
+            text, fits = explain(config)
     except ValueError as error:
         print(f"python -m runtime serve: {error}", file=sys.stderr)
         return 2

@@ -16,13 +16,17 @@ from envs.scenario.cluster_file import load_cluster
 from envs.scenario.cluster_spec import ClusterSpec
 from envs.scenario.scenario_error import ScenarioError
 from envs.scenario.validation import validate
-from envs.scenario.yaml_text import read_yaml
+from envs.scenario.yaml_text import FileKind, read_yaml
 from runtime.gateway.settings import GatewaySettings
 from runtime.records.settings import RecordEntry
 from runtime.rollout.settings import RolloutEntry
 from runtime.scheduling.control_settings import ControlSettings
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.tracing.tracer import DEFAULT_ENDPOINT, TracingSettings
+
+SERVICE_FILE = FileKind(
+    "give the path of a service file (docs/service.md)", "runtime/demonstration/service.yaml is an example", "cluster, groups, scheduler"
+)
 
 
 class Entry(BaseModel):
@@ -143,7 +147,7 @@ def load_service(config: Path | None, cluster: str | None = None, bundle: str | 
 
     Raises: ScenarioError (a ValueError), one line naming file, key and what to do.
     """
-    entry = validate(ServiceEntry, read_yaml(config), config) if config is not None else ServiceEntry()
+    entry = validate(ServiceEntry, read_yaml(config, SERVICE_FILE), config) if config is not None else ServiceEntry()
     source = str(config) if config is not None else "service"
     found = cluster or _beside(config, entry.cluster)
     if found is None:

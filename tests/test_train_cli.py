@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import train
 from tests.conftest import heed_interrupt
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -161,3 +162,16 @@ def test_no_child_outlives_the_run(sent, tmp_path, kernels):
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
         run.wait(timeout=10)
+
+
+def test_the_next_commands_name_an_interpreter_that_the_shell_finds(monkeypatch, tmp_path):
+    """`make train` runs `.venv/bin/python`; plain `python` in the caller's shell is another, or none."""
+    environment = tmp_path / ".venv" / "bin" / "python"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(environment))
+    monkeypatch.setattr(train.shutil, "which", lambda name: "/usr/bin/python")
+    assert train.interpreter() == ".venv/bin/python"
+    monkeypatch.setattr(train.shutil, "which", lambda name: str(environment))
+    assert train.interpreter() == "python"
+    monkeypatch.setattr(sys, "executable", "/opt/a b/python")
+    assert train.interpreter() == "'/opt/a b/python'"

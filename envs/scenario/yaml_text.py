@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,25 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """What to tell somebody whose file is not there, is empty, or holds something else."""
+
+    give: str
+    start: str
+    keys: str
+
+
+CLUSTER_FILE = FileKind(
+    "give the path of a cluster file or the name of a ready cluster",
+    "`python -m envs.scenario show mixed-8 --yaml` prints one to start from",
+    "name, model, groups",
+)
+
+
+def read_yaml(path: Path, kind: FileKind = CLUSTER_FILE) -> dict[str, Any]:
     """Return the mapping in `path`. Raises: ScenarioError for anything that is not one readable, bounded YAML mapping."""
-    text = _read_text(path)
+    text = _read_text(path, kind)
     try:
         _check_events(path, text)
         content = yaml.load(text, Loader=_StrictLoader)
@@ -48,14 +65,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise
         raise ScenarioError(f"{path}: not readable as YAML ({shown(str(error))}); correct the YAML") from error
     if content is None:
-        raise ScenarioError(f"{path}: the file is empty; `python -m envs.scenario show mixed-8 --yaml` prints one to start from")
+        raise ScenarioError(f"{path}: the file is empty; {kind.start}")
     if not isinstance(content, dict):
-        raise ScenarioError(f"{path}: holds a {type(content).__name__}, expected a mapping of keys such as name, model, groups")
+        raise ScenarioError(f"{path}: holds a {type(content).__name__}, expected a mapping of keys such as {kind.keys}")
     return content
 
 
-def _read_text(path: Path) -> str:
-    raw = _read_bytes(path)
+def _read_text(path: Path, kind: FileKind) -> str:
+    raw = _read_bytes(path, kind)
     if len(raw) > BYTES_MAX:
         raise ScenarioError(f"{path}: more than {BYTES_MAX} bytes; use `count` for repeated groups")
     try:
@@ -64,17 +81,17 @@ def _read_text(path: Path) -> str:
         raise ScenarioError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: Path, kind: FileKind) -> bytes:
     """At most BYTES_MAX + 1 bytes of a plain file; a pipe or device could block for ever."""
     try:
-        kind = path.stat().st_mode
-        if not stat.S_ISREG(kind):
-            raise OSError(errno.EISDIR, "is a folder" if stat.S_ISDIR(kind) else "is not a plain file")
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EISDIR, "is a folder" if stat.S_ISDIR(mode) else "is not a plain file")
         with path.open("rb") as file:
             return file.read(BYTES_MAX + 1)
     except OSError as error:
         reason = "no such file" if error.errno == errno.ENOENT else (error.strerror or str(error))
-        raise ScenarioError(f"{path}: {reason}; give the path of a cluster file or the name of a ready cluster") from error
+        raise ScenarioError(f"{path}: {reason}; {kind.give}") from error
     except ValueError as error:  # a NUL byte in the path
         raise ScenarioError(f"{shown(str(path))}: not a usable path ({error})") from error
 

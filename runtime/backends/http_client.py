@@ -24,6 +24,9 @@ STALE_S = 1.0
 """A connection unused for so long may be one that its server is just closing; one used later than that was lost with the request."""
 BUFFER_BYTES_MAX = 1 << 18
 """Of an answer's body that nobody has read: then the server has to wait."""
+HEAD_BYTES_MAX = 1 << 16
+"""Of an answer running that are no body: its head, what comes before that (1xx), the lines after the last chunk. The parser keeps a line
+until its end and knows no limit of its own."""
 
 
 class HttpLost(ConnectionError):
@@ -124,10 +127,11 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._chunks: list[bytes] = []
-        self._chunk_bytes = 0
+        self._chunk_bytes = self._head_bytes = 0
         self._is_complete = True
         self._is_paused = False
         self._is_kept_open = False
+        self._has_body = False  # what came last had some of it
         self._lost: str | None = None
         self.headers: dict[str, str] = {}
         self.status = 0
@@ -136,12 +140,13 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        return self._is_complete and self._is_kept_open and self._lost is None
+        """One that is not read from would not tell of its next answer, nor of its end."""
+        return self._is_complete and self._is_kept_open and self._lost is None and not self._is_paused
 
     def begin(self, data: bytes) -> None:
         """Send a request; what comes from now on is its answer."""
         self._parser = httptools.HttpResponseParser(self)
-        self._chunks, self._chunk_bytes, self.headers = [], 0, {}
+        self._chunks, self._chunk_bytes, self._head_bytes, self.headers = [], 0, 0, {}
         self.status, self.has_answered, self._is_complete = 0, False, False
         if self._transport is not None:
             self._transport.write(data)
@@ -194,11 +199,15 @@ class HttpConnection(asyncio.Protocol):
         if self._is_complete:
             self.lose("it speaks unasked")
             return
-        self.has_answered = True
+        self.has_answered, self._has_body = True, False
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, HttpLost) as error:
             self.lose(f"no HTTP: {error}")
+            return
+        self._head_bytes = 0 if self._has_body else self._head_bytes + len(data)
+        if self._head_bytes > HEAD_BYTES_MAX:
+            self.lose(f"over {HEAD_BYTES_MAX} bytes that are no body")
             return
         if self._chunk_bytes > BUFFER_BYTES_MAX and not self._is_paused and self._transport is not None:
             self._is_paused = True
@@ -213,17 +222,24 @@ class HttpConnection(asyncio.Protocol):
 
     # --- httptools --------------------------------------------------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        if self._is_complete:
+            raise HttpLost("more than one answer")  # the parser would mix it into the one that is there
+
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
+        if status < 100:
+            raise HttpLost(f"status {status}")
         if status >= 200:
             self.status, self._is_kept_open = status, self._parser.should_keep_alive()  # after the body it no longer knows
         else:
             self.headers = {}  # "100 Continue" and the like come before the answer
 
     def on_body(self, data: bytes) -> None:
+        self._has_body = True
         self._chunks.append(data)
         self._chunk_bytes += len(data)
 

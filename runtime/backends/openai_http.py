@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -47,9 +48,12 @@ class _Choice(msgspec.Struct):
     finish_reason: Any = None
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]  # what is counted here must not go down, nor beyond 64 bits
+
+
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
 
 
 class _Event(msgspec.Struct):
@@ -125,7 +129,7 @@ class OpenAiHttpBackend:
             async with asyncio.timeout(PROBE_DEADLINE_S):
                 status, data = await self._read(self._client, "POST", "/v1/completions", body)
             return status == 200 and bool(_decode(data)["choices"])
-        except (OSError, TimeoutError, ValueError, KeyError, TypeError):
+        except (OSError, TimeoutError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
     async def set_split(self, plan: SplitPlan) -> SplitDone:
@@ -190,10 +194,7 @@ class OpenAiHttpBackend:
         after = answer.headers.get("retry-after")
         message = f"{self.name}: HTTP {answer.status}: {_message_of(text)}"
         if answer.status == 429 or (answer.status == 503 and after is not None):
-            try:
-                return BackendBusy(message, max(0.0, float(after)) if after is not None else RETRY_AFTER_DEFAULT_S)
-            except ValueError:
-                return BackendBusy(message, RETRY_AFTER_DEFAULT_S)
+            return BackendBusy(message, _seconds_of(after))
         if 400 <= answer.status < 500 and answer.status not in (401, 403, 408):  # a wrong key is the operator's mistake, not the caller's
             return BadCall(_message_of(text), status=answer.status)
         return BackendFault(message)
@@ -251,7 +252,7 @@ class OpenAiHttpBackend:
     def _event(self, data: bytes) -> _Event:
         try:
             event = _decode_event(data)
-        except ValueError as error:  # msgspec's own errors and those of text that is no UTF-8 are ValueErrors
+        except (ValueError, RecursionError) as error:  # msgspec's own errors and those of text that is no UTF-8 are ValueErrors
             raise BackendFault(f"{self.name}: an event is not what the API says ({str(error)[:200]})") from error
         if event.error is not None:
             raise BackendFault(f"{self.name}: error event: {str(event.error)[:200]}")
@@ -316,11 +317,20 @@ def times_of_metrics(metrics: Any) -> AnswerTimes | None:
     return AnswerTimes(*(ms / 1e3 for ms in found))
 
 
+def _seconds_of(retry_after: str | None) -> float:
+    """Of a Retry-After header, finite and >= 0; the default for none, for a date and for nonsense."""
+    try:
+        after_s = float(retry_after) if retry_after is not None else RETRY_AFTER_DEFAULT_S
+    except ValueError:
+        return RETRY_AFTER_DEFAULT_S
+    return max(0.0, after_s) if math.isfinite(after_s) else RETRY_AFTER_DEFAULT_S
+
+
 def _message_of(text: str) -> str:
     """The message of an error body, whatever its shape."""
     try:
         body = _decode(text.encode())
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return " ".join(text.split())[:300]
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

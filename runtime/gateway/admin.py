@@ -68,6 +68,7 @@ class Admin:
 
     def __init__(self, administered: Administered, shared: Generation) -> None:
         self._administered, self._shared = administered, shared
+        self._under_way: set[asyncio.Task[Any]] = set()
 
     @property
     def routes(self) -> list[Route]:
@@ -123,17 +124,26 @@ class Admin:
             raise ApiError(408, f"The body did not come within {BODY_WAIT_S:g} s.", code="body_timeout") from None
         try:
             return decoder.decode(bytes(body) or b"{}")
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise invalid(f"The body cannot be used: {error}") from error
 
     async def _answered(self, order: Any) -> Response:
+        """An order that takes longer than its caller waits goes on: half a move is worse than a late one."""
+        task: asyncio.Task[Any] = asyncio.create_task(order)
+        self._under_way.add(task)
+        task.add_done_callback(self._ended)
         try:
             async with asyncio.timeout(ORDER_WAIT_S):
-                return _json(await order)
+                return _json(await asyncio.shield(task))
         except TimeoutError:
             raise ApiError(504, f"Not done within {ORDER_WAIT_S:g} s; see /admin/state.", code="deadline", reason="deadline") from None
         except OrderRefused as refused:
             raise ApiError(STATUS_OF[refused.reason], str(refused), code=refused.reason, reason="invalid") from refused
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at: of one that nobody waits for any more, the log of moves tells
 
 
 def _json(body: Any) -> Response:

@@ -21,12 +21,26 @@ def check_access(request: Request, shared: Generation) -> None:
         shared.keys.check(RequestHeaders.of(request.scope["headers"]).authorization)
         return
     client = request.scope.get("client")
-    try:
-        is_here = client is not None and ipaddress.ip_address(client[0]).is_loopback
-    except ValueError:
-        is_here = False
-    if not is_here:
+    if client is None or not _is_loopback(client[0]):
         raise ApiError(403, "Without API keys this answers to loopback alone; set api_keys_env.", code="forbidden", reason="unauthorised")
+    # a page of another site whose name was made to mean this machine, or a proxy here that speaks for others
+    if not _is_loopback(_host_of(request.headers.get("host", ""))):
+        raise ApiError(
+            403, "Without API keys this answers to localhost and loopback addresses alone (Host is another); set api_keys_env.",
+            code="forbidden", reason="unauthorised",
+        )  # fmt: skip
+
+
+def _host_of(header: str) -> str:
+    """A Host header without its port."""
+    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 async def order_of(request: Request, shared: Generation) -> dict[str, Any]:
@@ -44,8 +58,8 @@ async def order_of(request: Request, shared: Generation) -> dict[str, Any]:
             raise ApiError(413, f"The body may have {BODY_BYTES_MAX} bytes.", code="request_too_large", reason="too_large")
     try:
         order = msgspec.json.decode(data or b"{}")
-    except msgspec.DecodeError as error:
-        raise invalid(f"The body is not JSON: {error}.") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(f"The body is not JSON that can be used: {error}.") from error
     if not isinstance(order, dict):
         raise invalid("The body must be a JSON object.")
     return order

@@ -46,6 +46,8 @@ class GatheredWrites:
         parts = self._parts
         if parts:
             self._parts = []
+            if self._transport.is_closing():  # the caller left since; uvloop's raises
+                return
             self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def close(self) -> None:

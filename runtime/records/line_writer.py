@@ -109,15 +109,19 @@ class LineWriter:
             return None
 
     def _ready_file(self, more_bytes: int) -> None:
-        if self._descriptor is not None and self._size + more_bytes > self._file_bytes:
-            self._end_file()
+        if self._descriptor is not None and (self._size + more_bytes > self._file_bytes or not os.fstat(self._descriptor).st_nlink):
+            self._end_file()  # full, or deleted by somebody else
         if self._descriptor is None:
             path = self._folder / f"{self.kind}-{self._started}-{self._number:06d}.jsonl"
+            self._number += 1  # first: a name that is taken (a clock put back, a container's process 1) must not be tried for ever
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o640)
-            self._number += 1
             self._size = 0
-            self._write(self._head.encode() + b"\n")
-            self._delete_oldest()
+            try:
+                self._write(self._head.encode() + b"\n")
+            except OSError:  # on a full disk one would come every second, and crowd out those with records
+                path.unlink(missing_ok=True)
+                raise
+            self._delete_oldest(path)
 
     def _write(self, data: bytes) -> None:
         """Raises: OSError; the file then ends where it did."""
@@ -140,9 +144,10 @@ class LineWriter:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
-    def _delete_oldest(self) -> None:
-        files = sorted(self._folder.glob(f"{self.kind}-*.jsonl"))
-        for path in files[: -self._files_max]:
+    def _delete_oldest(self, own: Path) -> None:
+        """All but the last `files_max`, by name. own: the one just begun, kept even if a clock that was put back makes it the oldest."""
+        files = [path for path in sorted(self._folder.glob(f"{self.kind}-*.jsonl")) if path != own]
+        for path in files[: max(0, len(files) + 1 - self._files_max)]:
             path.unlink(missing_ok=True)
 
 

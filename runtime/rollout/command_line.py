@@ -72,7 +72,7 @@ def _carried_out(options: argparse.Namespace, config: ServiceConfig) -> dict[str
     try:
         store = RolloutStore(folder)
     except RolloutBusy as busy:
-        said = _by_service(options, config, busy.url)
+        said = _by_service(options, config, busy.url) | {"is_served": True}
     else:
         try:
             said = _by_folder(options, config, store)
@@ -105,7 +105,7 @@ def _by_folder(options: argparse.Namespace, config: ServiceConfig, store: Rollou
             store.commit(rolled_back(state, options.reason or "asked for", now_s), "roll back", OPERATOR)
     except OSError as error:
         raise RolloutError(f"{store.folder}: {error.strerror}") from error
-    return describe(store.state, config.rollout, incumbent) | {"is_running": False, "audit": audit_shown(store.folder)}
+    return describe(store.state, config.rollout, incumbent) | {"is_running": False, "is_served": False, "audit": audit_shown(store.folder)}
 
 
 def _by_service(options: argparse.Namespace, config: ServiceConfig, url: str) -> dict[str, Any]:
@@ -161,13 +161,16 @@ def _lines(said: dict[str, Any], verb: str) -> list[str]:
     if said.get("next_move") == "promote" and not said["is_automatic"]:
         lines.append("next       every gate passed: `rollout promote`")
     if not said.get("is_running") and said["stage"] in ("shadow", "canary"):
-        lines.append("next       a service must run for the stage to go on")
+        waited_for = "the candidate's process is starting" if said["is_served"] else "a service must run for the stage to go on"
+        lines.append(f"next       {waited_for}")
     return lines
 
 
 def _move(entry: dict[str, Any]) -> str:
     what = f"{entry['event']}: {entry['was']} -> {entry['stage']}"
-    return f"{entry['sequence']:>4}  {_time(entry['at_unix_s'])}  {what} by {entry['actor']}: {entry['reason']}"
+    return (
+        f"{entry['sequence']:>4}  {_time(entry['at_unix_s'])}  {what} by {entry['actor']}{': ' if entry['reason'] else ''}{entry['reason']}"
+    )
 
 
 def _time(unix_s: float) -> str:

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 
 from agents.evaluation_file import EvaluationFile, EvaluationFileError, read_evaluation_file
-from agents.policy_bundle import bundle_digests
+from agents.policy_bundle import bundle_digests, no_bundle
 from agents.statistics import bootstrap_interval, paired_differences
+from agents.whole_files import read_plain_file
 from runtime.rollout.settings import ReplayGate
 from runtime.rollout.state import RolloutError
 
 LEARNED_ROWS = {"route": "ppo_route", "joint": "ppo_joint"}
 """Row of an evaluation's results in which a bundle of this kind decided about routes."""
+KEY_BYTES_MAX = 1 << 16
 SEED = 20261130  # of the bootstrap: the same file gives the same verdict
 
 
@@ -23,7 +25,7 @@ def read_key(path: str | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return Path(path).read_bytes().strip()
+        return read_plain_file(path, KEY_BYTES_MAX).strip()
     except OSError as error:
         raise RolloutError(f"rollout.evidence_key_file: {path}: {error.strerror}") from error
 
@@ -82,9 +84,9 @@ def _row_of(found: EvaluationFile, bundle: Path, evaluation: Path) -> str:
     try:
         digests = bundle_digests(bundle)
     except OSError as error:
-        raise RolloutError(f"{bundle}: not a bundle ({error.strerror})") from error
+        raise RolloutError(no_bundle(bundle)) from error
     for kind, row in LEARNED_ROWS.items():
-        if dict(found.bundles.get(kind, {})) == digests:
+        if found.bundles.get(kind) == digests:
             return row
     raise RolloutError(f"{evaluation.name}: it is not of the bundle {bundle} (its digests differ); evaluate this bundle")
 

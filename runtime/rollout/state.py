@@ -18,6 +18,10 @@ class RolloutError(ValueError):
     """A move that cannot be made, or a state that cannot be read; one line."""
 
 
+class InconsistentState(ValueError):
+    """What a state says is not possible; one line."""
+
+
 class BundleName(msgspec.Struct, frozen=True):
     """A bundle: folder of our own copy, where it was taken from, digest of its files."""
 
@@ -49,6 +53,15 @@ class RolloutState(msgspec.Struct, frozen=True):
     stats: dict[str, Any] = {}
     pairs_begun: int = 0
     entry: str = ""
+
+    def check(self) -> None:
+        """Raises: InconsistentState; no program of ours wrote that."""
+        if self.stage not in STAGES:
+            raise InconsistentState(f"stage={self.stage!r}; known: {', '.join(STAGES)}")
+        if self.candidate is None and (self.is_active or self.stage == "adopted"):
+            raise InconsistentState(f"stage {self.stage} without a candidate")
+        if min(self.step, self.sequence, self.pairs_begun) < 0:
+            raise InconsistentState(f"step={self.step}, sequence={self.sequence}, pairs_begun={self.pairs_begun}: none may be below 0")
 
     @property
     def is_active(self) -> bool:

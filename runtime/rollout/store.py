@@ -18,12 +18,13 @@ from typing import Any
 
 import msgspec
 
-from agents.policy_bundle import BundleError, bundle_digests
-from agents.whole_files import replace_file, sync_folder
-from runtime.rollout.state import FORMAT_VERSION, BundleName, RolloutError, RolloutState
+from agents.policy_bundle import WEIGHTS_BYTES_MAX, BundleError, bundle_digests
+from agents.whole_files import read_plain_file, replace_file, sync_folder
+from runtime.rollout.state import FORMAT_VERSION, BundleName, InconsistentState, RolloutError, RolloutState
 
 STATE_FILE, AUDIT_FILE, LOCK_FILE, BUNDLES = "rollout.json", "audit.jsonl", "lock", "bundles"
 TAIL_BYTES = 1 << 16
+STATE_BYTES_MAX = 4 << 20
 
 
 class RolloutBusy(RolloutError):
@@ -125,7 +126,7 @@ class RolloutStore:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
                 for file in bundle_digests(origin):
-                    replace_file(temporary / file, (origin / file).read_bytes())
+                    replace_file(temporary / file, read_plain_file(origin / file, WEIGHTS_BYTES_MAX))
                 os.rename(temporary, target)
                 sync_folder(target.parent)
         except (OSError, BundleError) as error:
@@ -139,13 +140,14 @@ def read_state(folder: Path) -> RolloutState:
     """The state in a rollout's folder; of an empty one, `idle`. Raises: RolloutError."""
     path = folder / STATE_FILE
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=RolloutState)
+        state = msgspec.json.decode(read_plain_file(path, STATE_BYTES_MAX), type=RolloutState)
+        if state.format_version != FORMAT_VERSION:
+            raise RolloutError(f"{path}: format_version={state.format_version}; this program reads {FORMAT_VERSION}")
+        state.check()
     except FileNotFoundError:
         return RolloutState()
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, RecursionError, msgspec.MsgspecError, InconsistentState) as error:
         raise RolloutError(f"{path}: not a rollout's state ({error}); move it away to begin anew") from error
-    if state.format_version != FORMAT_VERSION:
-        raise RolloutError(f"{path}: format_version={state.format_version}; this program reads {FORMAT_VERSION}")
     return state
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -281,6 +282,7 @@ class Dispatcher:
                 elif back.copy_s is not None:
                     begun = replace(begun, kv_tokens=call.prompt_tokens + begun.pieces)
                 attempts, back, is_new = attempts + 1, None, False
+                attempt.flight.continues_at = partial(self._continues_at, call, sent)
                 try:
                     async with aclosing(self._attempt(call, begun, attempt)) as pieces:
                         async for piece in pieces:
@@ -318,6 +320,9 @@ class Dispatcher:
         finally:
             if is_counted:
                 self.retries.finish(is_retry)
+
+    def _continues_at(self, call: Call, sent: _Sent, g: int) -> bool:
+        return bool(self._fits(call)[g]) and (not sent.pieces or self.backends[g].continues(call, sent.begun()))
 
     async def _go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> _Attempt | None:
         """An attempt at the group that a moved call was promised, its KV copied if that was the cheaper way; None where it takes no

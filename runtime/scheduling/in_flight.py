@@ -33,6 +33,7 @@ class Flight:
     is_admitted: bool = False
     started: int = 0  # tokens of the answer that other attempts made
     recall: Callable[[GivenBack], None] | None = None  # ends the attempt with this, while there is one
+    continues_at: Callable[[int], bool] | None = None  # whether a group could go on with it exactly
 
     def sort_key(self) -> tuple[float, int]:
         return self.key, self.request.request_id

@@ -198,14 +198,20 @@ class MoveExecution:
             flight.recall(back)
         return len(found)
 
-    def _requeue_waiting(self, g: int, why: str) -> int:
-        count = self._recall(list(self._dispatcher.telemetry.flights.waiting[g]), GivenBack(f"{self._name(g)}: {why}"))
+    def _requeue_waiting(self, flights: list[Flight], g: int, why: str) -> int:
+        count = self._recall(flights, GivenBack(f"{self._name(g)}: {why}"))
         self._dispatcher.counts["requeued_calls"] += count
         return count
 
     async def _requeue(self, command: Command, move: Move) -> float:
-        move.calls = self._requeue_waiting(command.group_index, "its queue is asked again")
+        g = command.group_index
+        move.calls = self._requeue_waiting(list(self._dispatcher.telemetry.flights.waiting[g]), g, "its queue is asked again")
         return 0.0
+
+    def _with_another_home(self, flights: list[Flight]) -> list[Flight]:
+        """Those that another group would take now and could go on with exactly; to any other call, being sent away is being lost."""
+        others = np.flatnonzero(self._dispatcher.view().accepts) if flights else []
+        return [flight for flight in flights if (at := flight.continues_at) is not None and any(at(int(g)) for g in others)]
 
     async def _migrate(self, command: Command, move: Move) -> float:
         """The running call goes on at the target: its KV copied or computed again, whichever is cheaper where both are possible."""
@@ -254,14 +260,16 @@ class MoveExecution:
         return 0.0
 
     async def _drain(self, g: int, move: Move | None = None) -> None:
-        """No new calls, waiting ones go elsewhere, running ones end, or go on elsewhere after a while. Returns when nobody is inside."""
+        """No new calls, waiting ones go elsewhere, running ones end, or go on elsewhere after a while; where there is no elsewhere, they
+        end here. Returns when nobody is inside."""
         dispatcher, until_s = self._dispatcher, self._now_s() + self._settings.drain_patience_s
         flights = dispatcher.telemetry.flights
         dispatcher.telemetry.is_draining[g] = True
         while True:
-            count = self._requeue_waiting(g, "it is being drained")
+            count = self._requeue_waiting(self._with_another_home(list(flights.waiting[g])), g, "it is being drained")
             if self._now_s() >= until_s:
-                count += self._recall(list(flights.running[g]), GivenBack(f"{self._name(g)}: it is being drained"))
+                leaving = self._with_another_home(list(flights.running[g]))
+                count += self._recall(leaving, GivenBack(f"{self._name(g)}: it is being drained"))
             if move is not None:
                 move.calls += count
             await asyncio.sleep(LOOK_AGAIN_S)  # also lets decisions that were under way end

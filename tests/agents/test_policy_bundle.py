@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -201,6 +202,18 @@ REFUSALS = {
     "weight missing": (lambda d: _edit_weights(d, lambda w: w.pop("residual.weight")), "missing ..residual.weight"),
     "weight of another type": (lambda d: _edit_weights(d, lambda w: w.update({"out.bias": np.zeros(1)})), "float64"),
 }
+
+
+def test_a_run_or_its_bundle_folder_is_answered_with_the_bundles_inside(bundle_dir, tmp_path):
+    """`--bundle runs/x/bundle` for `runs/x/bundle/route` is the likeliest slip: the refusal names what was meant."""
+    run = tmp_path / "run"
+    for kind in ("route", "split"):
+        shutil.copytree(bundle_dir, run / "bundle" / kind)
+    for given in (run, run / "bundle"):
+        with pytest.raises(BundleError, match=f"give {run}/bundle/route or {run}/bundle/split$"):
+            load_bundle(given)
+    with pytest.raises(BundleError, match=r"no such directory$"):
+        load_bundle(run / "elsewhere")
 
 
 @pytest.mark.fault("K03")

@@ -36,8 +36,10 @@ class Service(Running):
         self.file.write_text(yaml.safe_dump(content))
 
     def ask(self, method: str, path: str, body: dict | None = None, key: str | None = KEY, kind: str = "application/json"):
+        return self.ask_raw(method, path, None if body is None else json.dumps(body).encode(), key, kind)
+
+    def ask_raw(self, method: str, path: str, data: bytes | None, key: str | None = KEY, kind: str = "application/json"):
         headers = {"content-type": kind} | ({"authorization": f"Bearer {key}"} if key else {})
-        data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
@@ -77,6 +79,13 @@ def test_orders_need_the_key_and_json(service):
     status, said = service.ask("POST", "/admin/rollout/promote", {})
     assert status == 404 and "rollout.dir" in said["error"]["message"]
     assert service.ask("POST", "/admin/reload", {"force": 1})[0] == 400
+
+
+@pytest.mark.parametrize("path", ["/admin/reload", "/admin/rollout/start", "/admin/groups/pair/drain", "/admin/groups/pair/resplit"])
+@pytest.mark.parametrize("body", [b"[" * 60000, b'{"reason":' * 6000, b'{"x":' + b"[" * 60000, b"\xff", b'{"reason": "\xff"}', b"[]", b"1"])
+def test_an_order_in_any_bytes_is_refused_in_words(service, path, body):
+    status, said = service.ask_raw("POST", path, body)
+    assert status == 400 and said["error"]["message"]
 
 
 def test_limits_and_bundle_change_under_a_stream(service):
@@ -143,6 +152,19 @@ def test_what_is_refused_changes_nothing(service):
     assert service.ask("POST", "/admin/reload", {})[0] == 409
     service.write(service.content)
     assert service.ask("POST", "/v1/completions", ASKED | {"n": 3})[0] == 400
+
+
+def test_a_storm_of_signals_is_one_or_two_reloads(service):
+    """Each would read the file and the bundle; who asks after them waits for two at most, and gets an answer at once."""
+    before = "".join(service.lines).count("reloaded changed")
+    for _ in range(200):
+        os.kill(service.process.pid, signal.SIGHUP)
+        time.sleep(0.001)
+    status, _ = service.ask("POST", "/admin/reload", {})
+    assert status == 200
+    time.sleep(0.2)
+    made = "".join(service.lines).count("reloaded changed") - before
+    assert 1 <= made < 150
 
 
 def test_a_signal_reloads_and_a_bad_file_is_told_in_the_log(service):

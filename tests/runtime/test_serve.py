@@ -18,7 +18,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+import runtime.serve as serve_module
 from agents.policy_bundle import write_bundle
+from envs.scenario.scenario_error import ScenarioError
+from runtime.service_config import load_service
 from tests.conftest import PROJECT
 from tests.runtime.scheduling.test_policy_faults import contents
 
@@ -126,6 +129,26 @@ def test_the_gateway_process_holds_no_torch_and_no_simulator(emulated):
 def test_too_much_is_refused_with_the_limit_named(emulated):
     status, body, _ = emulated.post("/v1/completions", {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 9000})
     assert status == 400 and "8192" in body["error"]["message"]
+
+
+def test_a_wait_for_the_kernels_is_said_and_nothing_else_is(monkeypatch, capfd):
+    """The first start compiles for a minute or more; one that is quick says nothing."""
+    monkeypatch.setattr(serve_module, "KERNELS_QUIET_S", 0.0)
+    with serve_module._kernels_explained():
+        end_s = time.monotonic() + 10.0
+        said = ""
+        while not said and time.monotonic() < end_s:
+            said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "compiles" in said
+    monkeypatch.setattr(serve_module, "KERNELS_QUIET_S", 60.0)
+    with serve_module._kernels_explained():
+        pass
+    assert capfd.readouterr().err == ""
+
+
+def test_a_service_file_that_is_not_there_is_not_called_a_cluster_file(tmp_path):
+    with pytest.raises(ScenarioError, match="give the path of a service file"):
+        load_service(tmp_path / "service.yaml")
 
 
 def test_check_explains_and_starts_nothing(tmp_path):

@@ -42,7 +42,7 @@ async def served(folder: Path, keys: tuple[str, ...] = ()):
     await service.start()
 
     def client(address=LOCAL, **more) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=address), base_url="http://t", **more)
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=address), base_url="http://localhost", **more)
 
     try:
         yield client, service
@@ -175,6 +175,31 @@ def test_resplit(tmp_path, kernels):
     play(tmp_path, body)
 
 
+def test_a_move_that_outlasts_its_caller_goes_on(tmp_path, kernels, monkeypatch):
+    """504 after ORDER_WAIT_S; the split is then in force, known, and in the log: never half done and forgotten."""
+    monkeypatch.setattr("runtime.gateway.admin.ORDER_WAIT_S", 0.05)
+
+    async def body(client, service) -> None:
+        moves, backend = service.control.moves, service.dispatcher.backends[0]
+        split = backend.set_split
+
+        async def slowly(plan):
+            await asyncio.sleep(0.3)
+            return await split(plan)
+
+        monkeypatch.setattr(backend, "set_split", slowly)
+        async with client() as http:
+            late = await http.post("/admin/groups/a100-pair/resplit", json={"shares": [3, 1]})
+            assert late.status_code == 504
+            assert (await http.get("/admin/state")).json()["moves_under_way"]
+            async with asyncio.timeout(10.0):
+                while moves.under_way:
+                    await asyncio.sleep(0.01)
+            assert [move.outcome for move in moves.log] == ["done"]
+
+    play(tmp_path, body)
+
+
 def test_who_may_ask(tmp_path, kernels):
     """Without keys loopback alone; with keys whoever has one; an order needs a JSON content type."""
 
@@ -185,6 +210,11 @@ def test_who_may_ask(tmp_path, kernels):
             assert (await there.post("/admin/groups/a100-pair/drain", headers=JSON)).status_code == 403
             plain = await here.post("/admin/groups/a100-pair/drain", content="{}", headers={"content-type": "text/plain"})
             assert plain.status_code == 415
+            for host, status in (
+                ("evil.example", 403), ("127.0.0.1.evil.example:80", 403), ("", 403), ("10.0.0.1", 403),
+                ("localhost:8000", 200), ("[::1]:8000", 200),
+            ):  # fmt: skip
+                assert (await here.get("/admin/state", headers={"host": host})).status_code == status, host
             large = await here.post("/admin/groups/a100-pair/drain", content=b" " * 70_000, headers=JSON)
             assert large.status_code == 413
             assert not service.dispatcher.telemetry.is_draining.any()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from contextlib import asynccontextmanager
 
 import pytest
 
-from runtime.backends.http_client import BUFFER_BYTES_MAX, HttpClient, HttpLost, HttpRefused
+from runtime.backends.http_client import BUFFER_BYTES_MAX, HEAD_BYTES_MAX, HttpClient, HttpLost, HttpRefused
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
 SIZED = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nabcde"
@@ -147,5 +148,101 @@ def test_closing_ends_who_waits():
             client.close()
             with pytest.raises(HttpLost):
                 await waiting
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "more", [b"HTTP/1.1 500 No\r\ncontent-length: 4\r\n\r\nEVIL", b"HTTP/1.1 500 No\r\nx: y\r\n", b"HTTP/1.1 50", b"junk"]
+)
+def test_an_answer_that_nobody_asked_for_is_not_mixed_into_the_one_before_it(more):
+    """It came in one segment with it: status, headers and body are those of the first, and its connection is not used again."""
+
+    async def body():
+        server = Server(SIZED + more)
+        async with served(server) as client:
+            for connections in (1, 2):
+                answer = await client.send("GET", "/x")
+                assert (answer.status, await answer.read(100)) == (200, b"abcde") and answer.headers == {"content-length": "5"}
+                answer.release()
+                assert server.connections == connections
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("begin", "again"),
+    [
+        (b"HTTP/1.1 200 OK\r\nx: ", b"a" * 4096),
+        (b"HTTP/1.1 200 OK\r\n", b"x: y\r\n" * 512),
+        (b"HTTP/1.1 200 ", b"a" * 4096),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 64),
+        (CHUNKED[:-2], b"x: y\r\n" * 512),
+        (CHUNKED[:-5] + b"2;", b"a" * 4096),
+    ],
+)
+def test_a_head_without_end_is_lost_before_it_costs_memory(begin, again):
+    """Status line, header, headers, 1xx, trailers, a chunk's extension: 20 s at most, and not for so long as the server likes."""
+
+    async def endless(reader, writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(begin)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(again)
+                await writer.drain()
+
+    async def body():
+        async with served(endless) as client, asyncio.timeout(20.0):
+            with pytest.raises(HttpLost, match="no body"):
+                await ask(client)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 101 Go\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", b"HTTP/1.1 000 Zero\r\n\r\n"])
+def test_an_answer_that_is_none_is_lost_at_once(head):
+    async def body():
+        async with served(Server(head)) as client, asyncio.timeout(20.0):
+            with pytest.raises(HttpLost, match="no HTTP"):
+                await ask(client)
+
+    asyncio.run(body())
+
+
+def test_a_long_stream_whose_chunks_come_in_parts_is_no_head():
+    """Each chunk's size and end in segments of their own: more than HEAD_BYTES_MAX of them in all."""
+    count = HEAD_BYTES_MAX // 4
+
+    async def parts(reader, writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(CHUNKED[: CHUNKED.index(b"3\r\n")])
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+
+    async def body():
+        async with served(parts) as client:
+            answer = await client.send("GET", "/x")
+            for _ in range(count):
+                for part in (b"1\r\n", b"a", b"\r\n"):
+                    answer.data_received(part)
+            answer.data_received(b"0\r\n\r\n")
+            assert len(await answer.read(1 << 20)) == count
+            answer.lose("done")
+
+    asyncio.run(body())
+
+
+def test_a_connection_that_is_not_read_from_is_not_kept():
+    """The answer is here in full, most of it unread, and reading was paused for that: the next answer would never be seen."""
+
+    async def body():
+        server = Server(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (BUFFER_BYTES_MAX + 1) + bytes(BUFFER_BYTES_MAX + 1), SIZED)
+        async with served(server) as client, asyncio.timeout(20.0):
+            answer = await client.send("GET", "/x")
+            while not answer._is_complete:
+                await asyncio.sleep(0.001)
+            answer.release()
+            assert await ask(client) == (200, b"abcde")
 
     asyncio.run(body())

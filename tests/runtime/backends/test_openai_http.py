@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 import time
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from envs.decision.circuit_breaker import State
 from runtime.backends.interface import BackendBusy, BackendFault, BadCall, Begun
 from runtime.backends.load_metrics import load_of
+from runtime.backends.openai_http import OpenAiHttpBackend
 from runtime.calls import Refusal
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.dispatcher import Dispatcher
@@ -77,7 +81,7 @@ def test_what_cannot_go_on_exactly_ends_in_an_error():
         with pytest.raises(Refusal) as refusal:
             async for piece in service.run(asked):
                 pieces.append(piece)
-        assert refusal.value.reason == "stream_lost" and len(pieces) == 5
+        assert refusal.value.reason == "stream_lost" and sum(piece.tokens for piece in pieces) == 5
 
     with_backends(2, body)
 
@@ -123,18 +127,96 @@ def test_another_text_is_never_glued_on():
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"), [("503", BackendFault), ("503+1", BackendBusy), ("429", BackendBusy), ("500", BackendFault), ("422", BadCall)]
-)
+    ("answer", "error"),
+    [
+        ("503", BackendFault), ("503+1", BackendBusy), ("429", BackendBusy), ("500", BackendFault), ("422", BadCall),
+        *((f"503+{after}", BackendBusy) for after in ("inf", "nan", "-1", "1e999", "Wed, 21 Oct 2015 07:28:00 GMT")),
+    ],
+)  # fmt: skip
 def test_what_an_answer_means(answer, error):
     async def run():
         backend = WithServer(0, 1.0)
         await backend.start()
         try:
             backend.server.fault = lambda request, index: answer if index == -1 else None
-            with pytest.raises(error):
+            with pytest.raises(error) as raised:
                 await alone(backend, ask())
+            if error is BackendBusy:
+                assert 0.0 <= raised.value.retry_after_s <= 1.0
         finally:
             await backend.close()
+
+    asyncio.run(run())
+
+
+def raw(status: int, body: bytes) -> bytes:
+    return b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body
+
+
+@asynccontextmanager
+async def answering(answer: bytes):
+    """A backend whose server says `answer` to a POST, whatever it is asked."""
+
+    async def serve(reader, writer):
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(re.search(rb"content-length: (\d+)", head)[1]) if b"content-length" in head else 0
+                await reader.readexactly(length)
+                writer.write(answer if head.startswith(b"POST") else raw(404 if b"/metrics" in head else 200, b"{}"))
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    backend = OpenAiHttpBackend("raw", 0, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", "m")
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.close()
+        listening.close()
+
+
+DEEP = b"[" * 2000
+
+
+@pytest.mark.fault("K24")
+@pytest.mark.parametrize(
+    "body", [DEEP, b'{"error":' * 220, b"\xff\xfe", b"", b"null", b'{"error": [1]}', b'{"error": {"message": {"a": 1}}}']
+)
+def test_a_refusal_in_any_words_is_the_callers(body):
+    """400 is the caller's, whatever stands in it: not a fault of the group."""
+
+    async def run():
+        async with answering(raw(400, body)) as backend:
+            with pytest.raises(BadCall):
+                await alone(backend, ask())
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'{"usage": {"completion_tokens": -5, "prompt_tokens": 1}}', b'{"usage": {"completion_tokens": 10000000000000000000000000}}',
+        b'{"error": ' + DEEP, b'{"metrics": ' + DEEP, b'{"choices": [{"text": "\xff"}]}', b'{"choices": 3}', b"[]", b"",
+    ],
+)  # fmt: skip
+def test_an_event_that_is_none_is_a_fault(event):
+    """Counts below 0 or beyond 64 bits among them: counters would go down, and what is sent on could not be written."""
+
+    async def run():
+        stream = b'data: {"choices": [{"text": "a", "finish_reason": "stop"}]}\n\ndata: ' + event + b"\n\ndata: [DONE]\n\n"
+        async with answering(raw(200, stream)) as backend:
+            with pytest.raises(BackendFault):
+                await alone(backend, ask())
+
+    asyncio.run(run())
+
+
+def test_a_probe_answered_with_nonsense_says_no():
+    async def run():
+        for body in (DEEP, b"[]", b"1", b'{"choices": []}', b"\xff"):
+            async with answering(raw(200, body)) as backend:
+                assert await backend.probe() is False
 
     asyncio.run(run())
 
@@ -225,4 +307,16 @@ def test_metric_names_old_and_new():
     assert (found.running, found.waiting, found.kv_used_fraction) == (5, 4, 0.25)
     sglang = load_of("sglang:num_running_reqs 7\nsglang:num_queue_reqs 1\nsglang:token_usage 0.5\n")
     assert (sglang.running, sglang.waiting, sglang.kv_used_fraction) == (7, 1, 0.5)
+    assert load_of(vllm.replace(" 3", " 3 1764480000000")).running == 5  # with a time stamp
+    for nonsense in ("inf", "-inf", "-7", "1e300", "NaN", "x", ""):
+        assert load_of(f'vllm:num_requests_running{{engine="1"}} {nonsense}\n{vllm}vllm:kv_cache_usage_perc {nonsense}\n').running == 5
+    assert load_of(f"{vllm}vllm:kv_cache_usage_perc 3.5\n").kv_used_fraction == 1.0
     assert load_of("# nothing\nprocess_cpu_seconds_total 4\nvllm:num_requests_running NaN\n") is None
+
+
+def test_a_large_metrics_page_takes_no_time():
+    """Lines and lines of other metrics and lines without end; it is read in the event loop."""
+    page = "a 1\n" * (3 << 18) + "vllm:num_requests_running{" + "{" * (1 << 20) + "\nvllm:num_requests_running 2\n"
+    began_s = time.process_time()
+    assert load_of(page).running == 2
+    assert time.process_time() - began_s < 0.25

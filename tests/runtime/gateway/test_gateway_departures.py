@@ -8,9 +8,11 @@ import socket
 import time
 
 import pytest
+import uvloop
 from scripted_dispatcher import OWN, Service, says, wait_until
 
 from runtime.calls import Call, Piece
+from runtime.gateway.server import GatheredWrites
 
 CHAT = {"model": OWN, "messages": [{"role": "user", "content": "Hi"}]}
 WITHIN_S = 3.0
@@ -165,3 +167,22 @@ def test_a_client_that_never_reads_is_let_go_after_its_deadline(service, monkeyp
         wait_until(lambda: service.dispatcher.open_calls == 1)
         wait_until(lambda: service.dispatcher.open_calls == 0, 4.0)
         wait_until(lambda: service.metrics.in_flight == 0, 4.0)
+
+
+def test_what_is_gathered_for_a_caller_that_left_is_let_go():
+    """It left within the turn of the event loop in which the answer was written: nothing is said in the log, as of any other departure."""
+
+    async def body() -> list[dict]:
+        said: list[dict] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: said.append(context))
+        listening = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        transport, _ = await loop.create_connection(asyncio.Protocol, *listening.sockets[0].getsockname())
+        transport.abort()
+        await asyncio.sleep(0.05)  # closed for good
+        GatheredWrites(transport, loop).write(b"too late")
+        await asyncio.sleep(0.05)
+        listening.close()
+        return said
+
+    assert uvloop.run(body()) == []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -93,3 +96,86 @@ def test_a_writer_that_hangs_holds_up_nobody(tmp_path):
     lines.close()
     assert time.perf_counter() - began_s < CLOSE_S + 2.0
     is_well.set()
+
+
+def until(condition, limit_s: float = 20.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def test_a_disk_full_from_the_start_gets_no_empty_files_and_costs_no_old_ones(tmp_path, monkeypatch):
+    """Not even a head can be written, 30 times; then there is room again. The files of the run before are all still there."""
+    for number in range(2):
+        (tmp_path / f"things-before-{number}.jsonl").write_text('{"head": 1}\n{"n": 0}\n')
+    is_full, tries, write = [True], [], os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if is_full[0]:
+            tries.append(descriptor)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr("runtime.records.line_writer.os.write", full)
+    monkeypatch.setattr("runtime.records.line_writer.RETRY_S", 0.001)
+    lines = writer(tmp_path, files_max=3)
+    lines.start()
+    while len(tries) < 30:
+        lines.put({"n": 1})
+        time.sleep(0.005)
+    assert len(list(tmp_path.iterdir())) <= 3
+    is_full[0] = False
+    lines.put({"n": 2})
+    until(lambda: lines.written)
+    lines.close()
+    assert [len(file) >= 2 for file in read(tmp_path)] == [True] * 3
+
+
+def test_a_name_that_is_taken_is_stepped_over(tmp_path, monkeypatch):
+    """A clock that was put back, or a container in which every run is process 1."""
+    monkeypatch.setattr("runtime.records.line_writer.RETRY_S", 0.001)
+    for number in range(3):
+        (tmp_path / f"things-now-{number:06d}.jsonl").write_text("theirs\n")
+    lines = writer(tmp_path)
+    lines.start()
+
+    def came() -> bool:
+        lines.put({"n": 1})
+        return lines.written > 0
+
+    until(came)
+    lines.close()
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())[:3]] == ["theirs\n"] * 3
+
+
+def test_a_run_whose_clock_was_put_back_keeps_its_own_file(tmp_path):
+    """By name it is older than all the others."""
+    for number in range(5):
+        (tmp_path / f"things-tomorrow-{number}.jsonl").write_text("\n")
+    lines = writer(tmp_path, files_max=3)
+    lines.start()
+    lines.put({"n": 7})
+    until(lambda: lines.written)
+    lines.close()
+    assert json.loads((tmp_path / "things-now-000000.jsonl").read_text().splitlines()[1]) == {"n": 7}
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_file_that_is_deleted_under_the_writer_is_followed_by_another(tmp_path):
+    """And a folder that goes away costs records, counted, until it is back."""
+    folder = tmp_path / "records"
+    folder.mkdir()
+    lines = writer(folder)
+    lines.start()
+    lines.put({"n": 0})
+    until(lambda: lines.written == 1)
+    shutil.rmtree(folder)
+    lines.put({"n": 1})
+    until(lambda: lines.dropped == 1)
+    folder.mkdir()
+    time.sleep(1.1)
+    lines.put({"n": 2})
+    until(lambda: lines.written == 2)
+    lines.close()
+    assert [file[1:] for file in read(folder)] == [[{"n": 2}]]

@@ -19,6 +19,7 @@ from agents.policy_bundle import write_bundle
 from envs.decision.observation import OBSERVATION_VERSION
 from runtime.rollout.control import RolloutControl
 from runtime.rollout.settings import RolloutEntry
+from runtime.rollout.stage_stats import CanaryStats
 from runtime.rollout.state import RolloutError
 from runtime.rollout.store import AUDIT_FILE, RolloutStore, audit_faults
 from runtime.rollout.switchback import CANDIDATE, INCUMBENT
@@ -61,6 +62,10 @@ class Rollout:
             assert time.monotonic() < end_s, (self.control.state, await self.control.status())
             await served(self.service, 20)
             self.calls += 20
+
+    def is_canary_at_work(self) -> bool:
+        """In a canary whose counting has begun: a move counts once it is on the disk, a moment before its stage begins."""
+        return self.control.state.stage == "canary" and isinstance(self.control.stats, CanaryStats)
 
     def events(self) -> list[tuple[str, str]]:
         lines = (self.folder / AUDIT_FILE).read_text().splitlines()
@@ -159,7 +164,7 @@ def test_a_restart_goes_on_where_it_stood(tmp_path):
 
     async def body(rollout: Rollout):
         await rollout.control.begin(made, evidence, None, "operator")
-        await rollout.load_until(lambda: rollout.control.state.title == "canary 1")
+        await rollout.load_until(rollout.is_canary_at_work)
         await rollout.load_until(lambda: rollout.control._trial.stats.goodput.count >= 2)
         await rollout.control.close()
         kept = rollout.control.state
@@ -265,7 +270,7 @@ def test_a_worse_candidate_is_found_by_the_test(tmp_path):
         control = rollout.control
         rollout.service.backends[0].gap_s = 0.15
         await control.begin(made, evidence, None, "operator")
-        await rollout.load_until(lambda: control.state.stage == "canary")
+        await rollout.load_until(rollout.is_canary_at_work)
         trial = control._trial
         await rollout.load_until(lambda: not control.state.is_active)
         assert control.state.stage == "rolled_back" and control.state.reason.startswith("goodput: not shown to be worse: -")
@@ -282,7 +287,7 @@ def test_a_candidate_whose_calls_fail_is_rolled_back(tmp_path):
     async def body(rollout: Rollout):
         control, service = rollout.control, rollout.service
         await control.begin(made, evidence, None, "operator")
-        await rollout.load_until(lambda: control.state.stage == "canary")
+        await rollout.load_until(rollout.is_canary_at_work)
         trial = control._trial
 
         def end_badly(account):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 
 import pytest
 
 from agents.evaluate import main as evaluate
+from agents.policy_bundle import bundle_digests
+from runtime.rollout.command_line import _lines
 from runtime.rollout.evidence import read_key, replay_verdict
 from runtime.rollout.settings import ReplayGate
 from runtime.rollout.state import RolloutError
@@ -56,6 +60,41 @@ def test_it_must_be_of_this_bundle_and_unchanged(tmp_path):
         replay_verdict(GATE, made, tmp_path / "nowhere.json", "net_utility")
 
 
+@pytest.mark.parametrize("target", ["/dev/zero", "/proc/self/mem", "/", "a\0b", "pipe"])
+def test_what_is_no_plain_file_is_refused_at_once(tmp_path, target):
+    """An operator's order names files: neither memory nor a thread is spent on a device or a pipe."""
+    made = bundle(tmp_path / "made")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RolloutError, match="not an evaluation file"):
+        replay_verdict(GATE, made, tmp_path / target, "net_utility")
+    with pytest.raises(RolloutError, match="not a bundle"):
+        replay_verdict(GATE, tmp_path / target, evaluation(tmp_path / "e.json", made), "net_utility")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"results": 1}, {"results": []}, {"results": {"policies": 3}}, {"results": {"policies": {"ppo_route": 5}}},
+        {"bundles": []}, {"bundles": {"route": 1}},
+    ],
+)  # fmt: skip
+def test_a_file_of_another_shape_is_refused(tmp_path, wrong):
+    """With a right digest, but not what `agents.evaluate` writes."""
+    made = bundle(tmp_path / "made")
+    parts = {"results": {"policies": {}}, "bundles": {"route": bundle_digests(made)}} | wrong
+    content = {"format_version": 1, "experiment": "x", "comparisons": [], **parts}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    (tmp_path / "e.json").write_text(json.dumps(content | {"sha256": digest, "hmac_sha256": None}))
+    with pytest.raises(RolloutError):
+        replay_verdict(GATE, made, tmp_path / "e.json", "net_utility")
+
+
+def test_a_file_nested_without_end_is_refused(tmp_path):
+    (tmp_path / "e.json").write_text("[" * 200_000)
+    with pytest.raises(RolloutError, match="not an evaluation file"):
+        replay_verdict(GATE, bundle(tmp_path / "made"), tmp_path / "e.json", "net_utility")
+
+
 def test_against_a_bundle(tmp_path):
     """The incumbent bundle's own evaluation on the same worlds is needed; its row is what must be beaten."""
     made, incumbent = bundle(tmp_path / "made"), bundle(tmp_path / "incumbent", 1)
@@ -90,3 +129,16 @@ def test_a_file_that_agents_evaluate_made(tmp_path):
     assert said["gain"] == pytest.approx(sum(gains) / 2) and said["experiment"] == "tiny" and said["worlds"] == 2
     with pytest.raises(RolloutError, match="worlds_min is 20"):
         replay_verdict(ReplayGate(allow_shortened=True), made, path, "net_utility", key=KEY)
+
+
+def test_a_folder_of_bundles_is_answered_with_what_was_meant(tmp_path):
+    made = bundle(tmp_path / "run" / "bundle" / "route")
+    with pytest.raises(RolloutError, match=f"give {made}$"):
+        replay_verdict(GATE, made.parent, evaluation(tmp_path / "e.json", made, key=KEY), "net_utility", key=KEY)
+
+
+def test_a_stage_that_does_not_move_says_what_it_waits_for():
+    """With a service the candidate's process is on its way; without one nothing is."""
+    said = {"title": "shadow", "stage": "shadow", "incumbent": {"kind": "heuristic", "name": "net_utility"}, "is_running": False}
+    assert "process is starting" in _lines(said | {"is_served": True}, "start")[-1]
+    assert "a service must run" in _lines(said | {"is_served": False}, "start")[-1]

@@ -112,10 +112,37 @@ def test_bundles_are_copied_and_checked(tmp_path):
     store.close()
 
 
-def test_a_state_that_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / STATE_FILE).write_text("{")
-    with pytest.raises(RolloutError, match="not a rollout's state"):
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"{", b"", b"\xff", b"[]", b'{"stage": "\xff"}', b'{"stage": "canary"}', b'{"stage": "adopted"}',
+        b'{"stage": "bogus"}', b'{"step": -1}', b'{"sequence": -7}', b'{"sequence": "1"}', b'{"stats": ' + b"[" * 5000,
+        b'{"stats": {"a":' * 3000, b" " * (5 << 20),
+        b'{"candidate": {"folder": "/a"}}',
+    ],
+)  # fmt: skip
+def test_a_state_that_cannot_be_used_is_refused_in_one_line(tmp_path, damaged):
+    """Damaged by hand or by a disk: never half believed."""
+    (tmp_path / STATE_FILE).write_bytes(damaged)
+    with pytest.raises(RolloutError, match="not a rollout's state") as error:
         RolloutStore(tmp_path)
+    assert "\n" not in str(error.value)
+    RolloutStore(tmp_path / "other").close()  # and its lock is free
+
+
+@pytest.mark.parametrize("name", ["bundle.json", "policy.safetensors"])
+@pytest.mark.parametrize("target", ["/dev/zero", "/proc/self/mem", "pipe"])
+def test_a_bundle_of_devices_and_pipes_is_refused_at_once(tmp_path, name, target):
+    origin = bundle(tmp_path / "origin")
+    (origin / name).unlink()
+    if target == "pipe":
+        os.mkfifo(origin / name)
+    else:
+        (origin / name).symlink_to(target)
+    store = RolloutStore(tmp_path / "store")
+    with pytest.raises(RolloutError, match="cannot be copied"):
+        store.adopt_bundle(origin)
+    store.close()
 
 
 MOVER = f"""

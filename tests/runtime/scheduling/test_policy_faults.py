@@ -209,3 +209,48 @@ def test_nobody_waits_for_a_stalled_policy(tmp_path):
         assert service.scheduler.counts["heuristic", "deadline"] <= 3
 
     run_with(guard, body)
+
+
+async def _pairs(with_policy, without, count: int) -> np.ndarray:
+    """Seconds to the first token of calls made two by two, at the same moment, one to each service: shape (count, 2)."""
+    waits = np.zeros((count, 2))
+    for number in range(count):
+        order = ((0, with_policy), (1, without))
+        took = await asyncio.gather(*(served(service, 1, rate_per_s=1000.0) for _, service in order[:: 1 - 2 * (number % 2)]))
+        for (place, _), (wait_s,) in zip(order[:: 1 - 2 * (number % 2)], took, strict=True):
+            waits[number, place] = wait_s
+    return waits
+
+
+@pytest.mark.parametrize(
+    "kind", ["exception", "nan", "stall", "slow", "exit", "garbage", "illegal", "missing file", "wrong shape", "wrong version"]
+)
+def test_nobody_waits_ten_milliseconds_for_a_broken_policy(tmp_path, kind):
+    """With the service's own deadline, beside a service without a policy: each call has a twin there at the same moment, so that what the
+    machine makes them wait is the same for both. The three that may meet the deadline (5 ms) included, what is left is under 10 ms."""
+    said = tmp_path / "kind"
+    said.write_text("good")
+    is_bundle = " " in kind
+    client = (
+        PolicyClient(str(_broken_bundles(tmp_path)[kind]), GROUPS + 2)
+        if is_bundle
+        else PolicyClient("unused", GROUPS + 2, [sys.executable, str(BAD), str(said)])
+    )
+    guard = PolicyGuard(client, 0.005)
+
+    async def body(service):
+        plain = dispatcher([Scripted(f"p{i}", i, gap_s=0.0) for i in range(GROUPS)])
+
+        async def beside(without):
+            await until(lambda: client.state in ("ready", "refused"))
+            await _pairs(service, without, 5)
+            said.write_text(kind)
+            waits = await _pairs(service, without, 100)
+            longer = waits[:, 0] - waits[:, 1]
+            # noise makes either the later one as often; a wait for the policy makes only the first
+            late, early = int((longer > 0.010).sum()), int((longer < -0.010).sum())
+            assert float(np.median(longer)) < 0.002 and late - early <= 2, (late, early, np.sort(longer)[-10:])
+
+        await with_service(plain, beside)
+
+    run_with(guard, body)

@@ -1,0 +1,67 @@
+"""Draining sends away only what somebody else can take: no order of an operator's loses a call."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from runtime.scheduling.control_loop import ControlLoop
+from runtime.scheduling.control_settings import ControlSettings
+from runtime.scheduling.dispatch_settings import DispatchSettings
+from runtime.torch_tp.requests import SamplingSettings
+from tests.runtime.backends.backend_kinds import WithServer
+from tests.runtime.backends.test_backends import ask
+from tests.runtime.backends.test_openai_http import with_backends
+from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, collect, dispatcher, with_service
+
+IMPATIENT = ControlSettings(is_on=False, drain_patience_s=0.0)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20.0):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_all_groups_drained_at_once_lose_no_call():
+    """Those inside come to their end where they are, and then the groups are empty."""
+    backends = [Scripted(f"g{i}", i, gap_s=0.01) for i in range(2)]
+
+    async def body(service):
+        moves = ControlLoop(service, IMPATIENT, seed=3).moves
+        tasks = [asyncio.create_task(collect(service, call(max_tokens=60))) for _ in range(12)]
+        await until(lambda: all(service.telemetry.flights.running))
+        for g in range(2):
+            moves.begin_drain(g)
+        for pieces in await asyncio.gather(*tasks):
+            check_whole(pieces, 60)
+        await until(lambda: moves.is_drained(0) and moves.is_drained(1))
+        for g in range(2):
+            moves.end_drain(g)
+        check_whole(await collect(service, call(max_tokens=3)), 3)
+        await moves.close()
+
+    asyncio.run(with_service(dispatcher(backends, DispatchSettings(hold_max_s=0.2)), body))
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_a_foreign_group_keeps_what_cannot_go_on_elsewhere(is_exact):
+    """A sampled stream without a seed is another one elsewhere: it ends where it is. A greedy one leaves."""
+
+    async def body(service):
+        moves = ControlLoop(service, IMPATIENT, seed=3).moves
+        backends: list[WithServer] = service.backends
+        for backend in backends:
+            backend.server.gap_s = 0.01
+        asked = ask(max_tokens=60) if is_exact else replace(ask(max_tokens=60), sampling=SamplingSettings(temperature=1.0))
+        task = asyncio.create_task(collect(service, asked))
+        await until(lambda: any(service.telemetry.flights.running))
+        moves.begin_drain(int(bool(service.telemetry.flights.running[1])))
+        pieces = await task
+        assert pieces[-1].output_tokens == 60
+        assert sum(len(backend.server.requests) for backend in backends) == (2 if is_exact else 1)
+        await moves.close()
+
+    with_backends(2, body)
