@@ -24,6 +24,7 @@ REFUSAL_STATUS: dict[str, int] = {
     "model_not_found": 404,
     "queue_full": 429,
     "class_shed": 429,
+    "overloaded": 429,
     "no_capacity": 503,
     "starting": 503,
     "draining": 503,

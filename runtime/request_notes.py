@@ -54,10 +54,11 @@ class AttemptNotes:
 
 @dataclass(slots=True, eq=False)
 class CallNotes:
-    """One answer. trace: where it is traced."""
+    """One answer. trace: where it is traced. degraded: what was taken from it under pressure, as `x-ballast-degraded` tells it."""
 
     attempts: list[AttemptNotes] = field(default_factory=list)
     trace: TraceIds | None = None
+    degraded: str = ""
 
     def begin(self, attempt: AttemptNotes) -> AttemptNotes:
         if self.trace is not None:

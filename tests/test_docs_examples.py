@@ -184,7 +184,7 @@ def check_module(module: str, words: list[str], workplace: Path) -> None:
     elif module in ("runtime", "runtime.torch_tp", "benchmarks.tp_engine"):
         main = module if module.startswith("benchmarks") else f"{module}.__main__"
         importlib.import_module(main).build_parser().parse_args(words)
-    elif module in ("benchmarks.service", "benchmarks.drill"):
+    elif module in ("benchmarks.service", "benchmarks.drill", "benchmarks.overload"):
         importlib.import_module(module).parse(words)
     elif module == "pytest":
         assert all((PROJECT / word).exists() for word in words if not word.startswith("-"))

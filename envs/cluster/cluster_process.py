@@ -30,6 +30,7 @@ from envs.decision.call_outcomes import Outcome
 from envs.decision.circuit_breaker import BreakerPanel, ClassBreaker, ProbeLease, State
 from envs.decision.class_timeouts import ClassTimeouts
 from envs.decision.move_candidates import rebalance_candidates, split_candidates
+from envs.decision.overload import OverloadControl
 from envs.decision.retry_budget import RetryBudget
 from envs.decision.traffic_experience import TrafficExperience
 from envs.domain.commands import Command, CommandKind
@@ -92,6 +93,7 @@ class ClusterProcess:
         self.breakers = BreakerPanel(len(self.groups.groups), now_s=lambda: self.env.now, rng=breaker_rng)
         limits = [world.options.class_timeout_fraction] * len(SERVICE_CLASSES)
         self.class_breaker = ClassBreaker(limits, now_s=lambda: self.env.now, rng=class_rng)
+        self.overload = OverloadControl() if world.options.sheds_overload else None
         self._class_leases: dict[int, ProbeLease] = {}
         self.retries = RetryBudget(attempts_max=world.options.attempts_max)
         self._retrying: set[int] = set()
@@ -166,7 +168,10 @@ class ClusterProcess:
         stalled = 0
         while True:
             if self._ready:
-                return self._route_point(self._ready.popleft())
+                point = self._route_point(self._ready.popleft())
+                if not self._is_shed(point):
+                    return point
+                continue
             if self._ticks:
                 point = self._tick_point(self._ticks.popleft())
                 if point is not None:
@@ -374,6 +379,17 @@ class ClusterProcess:
             R.hit_tokens(self.state, held.request.request_id, self._hits)
         self._asking = held
         return route_point(view, self.tables, held.request, self.fits(held.request.request_id), self._hits.copy(), held.may_hold)
+
+    def _is_shed(self, point: DecisionPoint) -> bool:
+        """Refuse a newcomer for which there is no time; those that were let in stay."""
+        held = self._asking
+        if self.overload is None or held is None or held.rows is not None:
+            return False
+        if self.overload.judge(point, held.request.service.priority) is None:
+            return False
+        self._asking = None
+        self._refuse(held, "overloaded")
+        return True
 
     def _apply_route(self, point: DecisionPoint, command: Command) -> None:
         held = self._asking

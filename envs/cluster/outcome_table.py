@@ -23,6 +23,7 @@ REASONS = (
     "breaker_open",
     "preempted_too_often",
     "class_refused",
+    "overloaded",
 )
 RECORD_REASONS = ("", "queue_timeout", "preempted_too_often", "unservable")
 """Reason of each kind of finished-request record of the kernel (`layout.RECORD_*`)."""

@@ -23,7 +23,8 @@ class WorldOptions(EngineHabits):
     often ranks report their step times, and the scatter (log-normal) of what they report. report_delay_s: reports of groups
     are so much older than the snapshot that shows them; what we have in flight ourselves is always known.
     class_timeout_fraction: share of a class's requests that may time out before the class is refused for a while; one has
-    timed out when it failed, or its first token came later than class_timeout_limits x its TTFT limit.
+    timed out when it failed, or its first token came later than class_timeout_limits x its TTFT limit. sheds_overload: refuse by
+    priority while not all can be served in time, as the service does (`envs.decision.overload`).
 
     default_output_tokens: per class (order of SERVICE_CLASSES), the output that is set aside for a request whose row declares
     no limit: the door and the mask count it in place of the row's length, which nobody knows at arrival. It ends no answer: one
@@ -38,6 +39,7 @@ class WorldOptions(EngineHabits):
     report_delay_s: float = 0.0
     class_timeout_fraction: float = 0.8
     class_timeout_limits: float = 10.0
+    sheds_overload: bool = False
     return_s: float = 0.002
     head_start_s: float = 2.0
     hold_max_s: float = 1.0

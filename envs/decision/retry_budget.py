@@ -36,12 +36,12 @@ class RetryBudget:
         """A first attempt begins."""
         self.active += 1
 
-    def try_start_retry(self, attempts: int) -> bool:
+    def try_start_retry(self, attempts: int, attempts_max: int | None = None) -> bool:
         """Ask to send a request again that has had `attempts`; when True, a retry has begun and `finish` must follow.
 
-        The failed attempt is finished first: at this moment it counts no more.
+        The failed attempt is finished first: at this moment it counts no more. attempts_max: of this request, where it is not as others.
         """
-        if attempts >= self.attempts_max or self.retrying >= self.retries_limit:
+        if attempts >= (self.attempts_max if attempts_max is None else attempts_max) or self.retrying >= self.retries_limit:
             self.denied += 1
             return False
         self.active += 1

@@ -18,7 +18,7 @@ from runtime.gateway.answers import Answer, Choice, deadline_passed, error_event
 from runtime.gateway.api_keys import ApiKeys
 from runtime.gateway.call_making import Asked, CallMaker, Received, RequestIds
 from runtime.gateway.departure import Watch
-from runtime.gateway.errors import JSON_TYPE, ApiError, from_refusal, internal_error
+from runtime.gateway.errors import JSON_TYPE, ApiError, Headers, from_refusal, internal_error
 from runtime.gateway.interface import Dispatcher
 from runtime.gateway.merging import close, merged
 from runtime.gateway.metrics import Metrics
@@ -236,7 +236,7 @@ class Exchange:
         watch.stop()
         self._count_answer(answer)
         if not asked.is_stream:
-            await self._start(200, [JSON_TYPE, (b"content-length", b"%d" % len(last))])
+            await self._start(200, [JSON_TYPE, (b"content-length", b"%d" % len(last)), *self._degraded(answer)])
         await self._send({"type": "http.response.body", "body": last})
 
     async def _show(self, answer: Answer, place: int, piece: Piece) -> None:
@@ -251,10 +251,15 @@ class Exchange:
             return
         self._pending += answer.events(place, piece)
         if not self._has_started:
-            await self._start(200, STREAM_HEADERS)
+            await self._start(200, [*STREAM_HEADERS, *self._degraded(answer)])
         if self._pending and (piece.finish_reason is None or any(choice.finish_reason is None for choice in answer.choices)):
             data, self._pending = self._pending, b""
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def _degraded(self, answer: Answer) -> Headers:
+        """What was taken from the answers under pressure; nothing, nearly always."""
+        told = {call.notes.degraded for call in answer.asked.calls if call.notes.degraded}
+        return [(b"x-ballast-degraded", ", ".join(sorted(told)).encode())] if told else []
 
     def _take(self, answer: Answer, choice: Choice, piece: Piece, is_kept: bool) -> None:
         choice.take(piece, is_kept)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from envs.decision.circuit_breaker import CircuitBreaker, State
+from envs.decision.overload import FRESH_S
 from envs.decision.split_planner import CORNERS
 from envs.domain.commands import CommandKind
 from envs.domain.requests import SERVICE_CLASSES
@@ -24,7 +25,7 @@ GROUP_COMMANDS = (
     CommandKind.RESTORE, CommandKind.REGROUP,
 )  # fmt: skip
 
-ALWAYS_COUNTED = ("retries", "attempts_lost", "busy", "groups_lost", "moved_calls", "requeued_calls")
+ALWAYS_COUNTED = ("retries", "attempts_lost", "busy", "groups_lost", "moved_calls", "requeued_calls", "degraded")
 
 
 def state_of(
@@ -49,6 +50,7 @@ def state_of(
             {"service_class": service.name, **breaker_told(breaker, view.now_s)}
             for service, breaker in zip(SERVICE_CLASSES, dispatcher.class_breaker.breakers, strict=True)
         ],
+        "overload": _overload(dispatcher),
         "deciders": {name: _decider(bundles.get(name), guards[name], heuristics[name], counts[name], view.now_s) for name in heuristics},
         "control": {
             "is_on": settings.is_on,
@@ -60,6 +62,25 @@ def state_of(
         },
         "counters": dict.fromkeys(ALWAYS_COUNTED, 0) | dict(dispatcher.counts),
     }  # fmt: skip
+
+
+def _overload(dispatcher: Dispatcher) -> dict[str, Any]:
+    overload, is_fresh = dispatcher.overload, dispatcher.view().now_s - dispatcher.overload.at_s <= FRESH_S
+    return {
+        "sheds": overload.sheds,
+        "classes": [
+            {
+                "service_class": service.name,
+                "pressure": finite(overload.pressure[c]) if is_fresh else None,
+                "shed": overload.shed[c],
+            }
+            for c, service in enumerate(SERVICE_CLASSES)
+        ],
+        "levels": [
+            {"priority": priority, "service_class": SERVICE_CLASSES[c].name, "is_tight": is_tight}
+            for priority, c, is_tight in overload.levels()
+        ],
+    }
 
 
 def breaker_told(breaker: CircuitBreaker, now_s: float) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from envs.domain.requests import CLASS_INDEX, SERVICE_CLASSES
+from envs.domain.suggestions import unknown_name
 
 FIXED = ("limit_multiplier", "head_start_s", "class_timeout_fraction", "class_timeout_limits")
 """Settings that hold for the life of a dispatcher: what it has learnt and queued rests on them."""
@@ -12,18 +16,22 @@ FIXED = ("limit_multiplier", "head_start_s", "class_timeout_fraction", "class_ti
 class DispatchSettings:
     """Limits and habits; times in s.
 
-    in_flight_max: calls inside, held ones included. hold_max_s: longest wait for a group to take a call. attempts_max: of one call.
+    in_flight_max: calls inside, held ones included. hold_max_s: longest wait for a group to take a call. attempts_max: of one call;
+    attempts_by_class: of the classes named in it instead.
     retry_wait_s: how long a retry waits for the budget. first_token_floor_s, first_token_multiple: an attempt without a first token is
     given up after max(floor, multiple x predicted), silence_multiple, silence_slack_s: a started stream after multiple x its group's
     median gap + slack; both only after silence_alone_s where no other group could take the call and its own reports that it has it in
     hand. report_period_s: how often groups are asked for their reports. ready_within_s: a token so young proves that tokens can be made,
     and a probe gets as long. restart_s: first wait before a dead group is started again, doubled up to restart_max_s.
-    class_timeout_fraction, class_timeout_limits: as in the simulated world.
+    class_timeout_fraction, class_timeout_limits: as in the simulated world. sheds_overload: turn calls away by priority while not all can
+    be served in time. degrade_max_tokens: by class, what an answer may have while the pressure (`envs.decision.overload`) is above
+    degrade_above; classes that are not named stay whole.
     """
 
     in_flight_max: int = 4096
     hold_max_s: float = 2.0
     attempts_max: int = 4
+    attempts_by_class: Mapping[str, int] = field(default_factory=lambda: {"code": 6})
     retry_wait_s: float = 10.0
     first_token_floor_s: float = 5.0
     first_token_multiple: float = 5.0
@@ -39,3 +47,18 @@ class DispatchSettings:
     class_timeout_fraction: float = 0.8
     class_timeout_limits: float = 10.0
     ready_within_s: float = 1.4
+    sheds_overload: bool = True
+    degrade_max_tokens: Mapping[str, int] = field(default_factory=dict)
+    degrade_above: float = 0.5
+
+    def __post_init__(self) -> None:
+        for key in ("attempts_by_class", "degrade_max_tokens"):
+            for name, value in getattr(self, key).items():
+                if name not in CLASS_INDEX:
+                    raise ValueError(f"{key}: {unknown_name('service class', str(name), CLASS_INDEX)}")
+                if type(value) is not int or value < 1:
+                    raise ValueError(f"{key}.{name}={value!r} must be a whole number of at least 1")
+
+    def attempts_of(self, class_index: int) -> int:
+        """Most attempts of a call of the class."""
+        return self.attempts_by_class.get(SERVICE_CLASSES[class_index].name, self.attempts_max)

@@ -24,6 +24,7 @@ from envs.decision.circuit_breaker import BreakerPanel, BreakerSettings, ClassBr
 from envs.decision.class_experience import ClassExperience
 from envs.decision.class_timeouts import ClassTimeouts
 from envs.decision.length_estimator import LengthEstimator
+from envs.decision.overload import OverloadControl
 from envs.decision.retry_budget import RetryBudget
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import SERVICE_CLASSES, Request
@@ -36,7 +37,7 @@ from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.group_keeper import GroupKeeper
 from runtime.scheduling.held_calls import HeldCalls
 from runtime.scheduling.in_flight import Flight
-from runtime.scheduling.online_scheduler import Decided, OnlineScheduler, Question
+from runtime.scheduling.online_scheduler import OVERLOADED, Decided, OnlineScheduler, Question
 from runtime.scheduling.policy_guard import PolicyGuard
 from runtime.scheduling.prefix_memory import PrefixMemory, block_keys
 from runtime.scheduling.served_plans import ServedPlans
@@ -101,6 +102,8 @@ class Dispatcher:
         self._heuristic_rng = heuristic_rng
         heuristic = make_heuristic("route", chosen.heuristic, heuristic_rng)
         self.scheduler = OnlineScheduler(self.view, lambda: telemetry.experience.tables, heuristic, guard, now_s)
+        self.overload = OverloadControl()
+        self._follow(chosen)
         self.ledger = CallLedger(now_s)
         self.counts: Counter[str] = Counter()
         self.served = np.zeros(len(self.backends), np.int64)  # attempts by group
@@ -146,6 +149,13 @@ class Dispatcher:
             self.scheduler.heuristic = make_heuristic("route", settings.heuristic, self._heuristic_rng)
         self.settings = self.groups.settings = settings
         self.retries.attempts_max = settings.attempts_max
+        self._follow(settings)
+
+    def _follow(self, settings: DispatchSettings) -> None:
+        """Nothing is judged where nobody wants to know."""
+        self.overload.sheds = settings.sheds_overload
+        is_wanted = settings.sheds_overload or bool(settings.degrade_max_tokens)
+        self.scheduler.overload = self.overload if is_wanted else None
 
     async def drain(self, deadline_s: float) -> bool:
         """Take no new calls, wait for those inside; whether all came to their end within `deadline_s`."""
@@ -184,6 +194,7 @@ class Dispatcher:
             self.counts[f"refused_{refusal.reason}"] += 1
             self.ledger.turned_away(call, refusal.reason)
             raise
+        call = self._degraded(call)
         self.ledger.open(call, request)
         has_timed_out: bool | None = None
         self.in_flight += 1
@@ -234,6 +245,18 @@ class Dispatcher:
         self.telemetry.arrived(now_s, call.class_index, call.prompt_tokens)
         return Request(self._next_id, now_s, max(1, call.prompt_tokens), call.class_index, call.session), admission.lease
 
+    def _degraded(self, call: Call) -> Call:
+        """The call as it is served: with a shorter answer where its class may be degraded and the pressure is high."""
+        most = self.settings.degrade_max_tokens.get(SERVICE_CLASSES[call.class_index].name)
+        if most is None or self.overload.strain(call.priority, self._now_s()) < self.settings.degrade_above:
+            return call
+        most = max(most, call.min_tokens)
+        if call.max_tokens <= most:
+            return call
+        self.counts["degraded"] += 1
+        call.notes.degraded = f"max_tokens={most}"
+        return replace(call, max_tokens=most)
+
     def _fits(self, call: Call) -> BoolArray:
         return np.asarray(self.telemetry.kv_tokens >= call.prompt_tokens + call.max_tokens)
 
@@ -247,6 +270,7 @@ class Dispatcher:
     async def _serve(self, call: Call, request: Request) -> AsyncIterator[Piece]:
         sent, failed, attempts, is_retry, is_counted = _Sent(), set[int](), 0, False, True
         back: GivenBack | None = None
+        is_new = True
         self.retries.start_request()
         try:
             while True:
@@ -254,10 +278,10 @@ class Dispatcher:
                 if attempts or back is not None:
                     begun = replace(begun, waited_s=self._now_s() - request.arrival_s)
                 if back is None or (attempt := await self._go_on_at(back, call, request, begun)) is None:
-                    attempt = await self._place(call, request, begun, frozenset(failed))
+                    attempt = await self._place(call, request, begun, frozenset(failed), is_new)
                 elif back.copy_s is not None:
                     begun = replace(begun, kv_tokens=call.prompt_tokens + begun.pieces)
-                attempts, back = attempts + 1, None
+                attempts, back, is_new = attempts + 1, None, False
                 attempt.flight.continues_at = partial(self._continues_at, call, sent)
                 try:
                     async with aclosing(self._attempt(call, begun, attempt)) as pieces:
@@ -319,14 +343,15 @@ class Dispatcher:
     async def _await_retry(self, attempts: int, call: Call, reason: str) -> None:
         """Until the budget has room for one more retry. Raises: Refusal."""
         end_s = min(self._now_s() + self.settings.retry_wait_s, call.deadline_s)
-        while not self.retries.try_start_retry(attempts):
-            if attempts >= self.settings.attempts_max or self._now_s() >= end_s:
+        attempts_max = self.settings.attempts_of(call.class_index)
+        while not self.retries.try_start_retry(attempts, attempts_max):
+            if attempts >= attempts_max or self._now_s() >= end_s:
                 raise _refusal("attempts_spent", f"given up after {attempts} attempt(s), the last: {reason}", self._retry_after_s())
             await asyncio.sleep(0.01)
         self.counts["retries"] += 1
 
-    async def _place(self, call: Call, request: Request, begun: Begun, failed: frozenset[int]) -> _Attempt:
-        """Ask where the call goes, and hold it until somebody takes it. Raises: Refusal."""
+    async def _place(self, call: Call, request: Request, begun: Begun, failed: frozenset[int], is_new: bool) -> _Attempt:
+        """Ask where the call goes, and hold it until somebody takes it; is_new: it may be shed. Raises: Refusal."""
         asked_s = self._now_s()
         hold_until_s = min(asked_s + self.settings.hold_max_s, call.deadline_s)
         keys = block_keys(call.prompt_ids)
@@ -339,27 +364,35 @@ class Dispatcher:
         while True:
             fits, excluded = self._fits(call), self._excluded(call, begun, failed)
             may_hold = self._now_s() < hold_until_s
-            question = Question(request, fits, excluded, may_hold, self.prefixes.hits(keys))
+            # a parked group is started for a queue: where there is one, that must be seen
+            may_shed = is_new and not self.telemetry.is_parked.any()
+            question = Question(request, fits, excluded, may_hold, self.prefixes.hits(keys), call.priority if may_shed else None)
             decided = await self.scheduler.decide(question, reserve)
             if placed:
                 g = placed[0].group_index
                 self.prefixes.remember(g, keys, int(self.telemetry.kv_tokens[g]))
                 self.ledger.placed(request.request_id, decided, keys)
                 return placed[0]
+            if decided.cause == OVERLOADED:
+                raise _refusal("overloaded", "more is asked than can be served in time", decided.retry_after_s)
             alive = self.groups.alive() & fits
             alive[list(excluded)] = False
             if not alive.any() and not begun.pieces and not failed:
                 raise _refusal("no_capacity", "no group can serve this now", self._retry_after_s())
-            if decided.command.kind is CommandKind.REFUSE and (
-                not may_hold or self.held_calls.count >= self.telemetry.cluster.limits.hold_limit
-            ):
+            is_full = self.held_calls.count >= self.telemetry.cluster.limits.hold_limit
+            is_refused = decided.command.kind is CommandKind.REFUSE
+            if is_refused and may_hold and is_full and self.held_calls.make_room(call.priority):
+                is_refused = is_full = False
+            if is_refused and (not may_hold or is_full):
                 if self._now_s() >= call.deadline_s:
                     raise _refusal("deadline", "its deadline passed while it waited")
                 reason = "queue_full" if alive.any() else "no_capacity"
                 raise _refusal(reason, f"no group took it within {self.settings.hold_max_s:g} s", self._retry_after_s())
-            if decided.command.kind is CommandKind.REFUSE and alive.any():
+            if is_refused and alive.any():
                 raise _refusal("queue_full", "the scheduler refused it", self._retry_after_s())
-            await self.held_calls.wait(max(0.0, min(hold_until_s - self._now_s(), HELD_AT_ONCE_S)) + 1e-3)
+            wait_s = max(0.0, min(hold_until_s - self._now_s(), HELD_AT_ONCE_S)) + 1e-3
+            if not await self.held_calls.wait(wait_s, call.priority):
+                raise _refusal("overloaded", "calls of higher priority wait in its place", self._retry_after_s())
 
     def _excluded(self, call: Call, begun: Begun, failed: frozenset[int]) -> frozenset[int]:
         """Groups that may not take the call (on): those that failed it, unless no other one lives, and those that cannot go on exactly."""

@@ -9,12 +9,13 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from envs.domain.requests import SERVICE_CLASSES
 from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.rank_metrics import RankMetrics
 
 EVENTS = (
     "retries", "attempts_lost", "busy", "groups_lost", "bad_reports", "given_back", "requeued_calls", "moved_calls", "moves_done",
-    "moves_refused", "moves_failed",
+    "moves_refused", "moves_failed", "degraded",
 )  # fmt: skip
 POLICY_STATES = ("starting", "ready", "refused", "gone")
 
@@ -29,6 +30,7 @@ class SchedulingMetrics(Collector):
         yield self._decisions()
         yield self._events()
         yield from self._groups()
+        yield from self._overload()
         yield from self._policy()
         yield from self._ranks.collect()
 
@@ -65,6 +67,17 @@ class SchedulingMetrics(Collector):
         held = GaugeMetricFamily("ballast_held", "Calls that wait for a group to take them.", value=float(dispatcher.held_calls.count))
         retries = GaugeMetricFamily("ballast_retries_under_way", "Of the retry budget.", value=float(dispatcher.retries.retrying))
         yield from (held, retries)
+
+    def _overload(self) -> Iterator[Metric]:
+        overload = self._dispatcher.overload
+        pressure = GaugeMetricFamily(
+            "ballast_overload_pressure", "Predicted over permitted time in the best group, at the last call.", labels=("service_class",)
+        )
+        shed = CounterMetricFamily("ballast_shed", "Calls turned away for want of time.", labels=("service_class",))
+        for c, service in enumerate(SERVICE_CLASSES):
+            pressure.add_metric((service.name,), float(overload.pressure[c]))
+            shed.add_metric((service.name,), float(overload.shed[c]))
+        yield from (pressure, shed)
 
     def _policy(self) -> Iterator[Metric]:
         guard = self._dispatcher.scheduler.guard

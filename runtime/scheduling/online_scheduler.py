@@ -11,13 +11,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from envs.decision.actions import DecisionPoint, Scheduler, route_point
 from envs.decision.observation import encode
+from envs.decision.overload import OverloadControl
 from envs.decision.predictor import PredictorTables
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import Request
@@ -28,6 +29,7 @@ from runtime.scheduling.recent_decisions import RecentDecisions
 logger = logging.getLogger(__name__)
 
 POLICY, HEURISTIC, REFUSED = "policy", "heuristic", "refused"
+OVERLOADED = "overloaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Decided:
     """An answered decision. source: "policy", "heuristic" or "refused"; cause: why it was not the policy's, or why it is a refusal.
 
     expected_s: predicted TTFT and TPOT where a group was chosen and estimates were made, with step times `pace` x the declared ones.
-    took_s: the whole decision. index: of the candidate.
+    took_s: the whole decision. index: of the candidate. retry_after_s: of a call that was shed.
     """
 
     command: Command
@@ -45,18 +47,20 @@ class Decided:
     took_s: float
     pace: float = 1.0
     index: int = -1
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """What is to be decided. fits (groups,): pools that hold the call; excluded: groups that failed it already; `hits` (groups,): prompt
-    tokens that each group's prefix cache is thought to hold."""
+    tokens that each group's prefix cache is thought to hold. priority: of a newcomer, which may be shed; None: it was let in before."""
 
     request: Request
     fits: BoolArray
     excluded: frozenset[int]
     may_hold: bool
     hits: IntArray
+    priority: int | None = None
 
 
 def point_of(question: Question, view: ClusterSnapshot, tables: PredictorTables) -> DecisionPoint:
@@ -97,7 +101,9 @@ class OnlineScheduler:
         heuristic: Scheduler,
         guard: PolicyGuard | None = None,
         now_s: Callable[[], float] = time.monotonic,
+        overload: OverloadControl | None = None,
     ) -> None:
+        self.overload = overload
         self._view, self._tables, self.heuristic, self.guard, self._now_s = view, tables, heuristic, guard, now_s
         self._turn = asyncio.Lock()
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -116,7 +122,8 @@ class OnlineScheduler:
                 self._turn.release()
         cause = "queue" if guard is not None else "no_policy"
         point = point_of(question, self._view(), self._tables())
-        return self._settle(self._by_heuristic(question, point, cause, asked_s), reserve)
+        made = self._shed(question, point, asked_s) or self._by_heuristic(question, point, cause, asked_s)
+        return self._settle(made, reserve)
 
     def rehearse(self, question: Question) -> None:
         """All that a decision computes here, of which nothing comes."""
@@ -150,6 +157,8 @@ class OnlineScheduler:
         point = point_of(question, self._view(), self._tables())
         if not point.allowed_groups.any():
             return self._by_heuristic(question, point, "nothing_allowed", asked_s)
+        if (shed := self._shed(question, point, asked_s)) is not None:
+            return shed
         encoded = encode(point, len(point.commands))
         candidates, context = encoded
         if not (np.isfinite(candidates).all() and np.isfinite(context).all()):
@@ -159,6 +168,16 @@ class OnlineScheduler:
         if choice.index is None:
             return self._by_heuristic(question, point, choice.cause, asked_s, encoded, choice.scores)
         return Made(question, point, self._decided(point, choice.index, POLICY, "", asked_s, choice.scores), choice.scores, encoded)
+
+    def _shed(self, question: Question, point: DecisionPoint, asked_s: float) -> Made | None:
+        """The refusal of a newcomer for which there is no time; None where it may come in."""
+        if self.overload is None or question.priority is None:
+            return None
+        retry_after_s = self.overload.judge(point, question.priority)
+        if retry_after_s is None:
+            return None
+        decided = self._decided(point, len(point.commands) - 1, REFUSED, OVERLOADED, asked_s, None)
+        return Made(question, point, replace(decided, retry_after_s=retry_after_s))
 
     def heuristic_index(self, point: DecisionPoint) -> int:
         """The heuristic's candidate. Raises: ValueError where it is not allowed."""

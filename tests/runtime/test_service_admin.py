@@ -75,7 +75,7 @@ GROUP_KEYS = {
     "move_debt_s", "breaker", "ranks",
 }  # fmt: skip
 TOP_KEYS = {
-    "at_s", "service", "groups", "moves", "moves_under_way", "decisions", "class_breakers", "deciders", "control", "counters",
+    "at_s", "service", "groups", "moves", "moves_under_way", "decisions", "class_breakers", "overload", "deciders", "control", "counters",
 }  # fmt: skip
 
 

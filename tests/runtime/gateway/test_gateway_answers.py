@@ -290,6 +290,18 @@ def test_a_refusal_before_the_first_piece(client, service, refusal, status, kind
         assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("3", "2200")
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_degraded_answer_says_so(client, service, is_stream):
+    async def shortened(call: Call):
+        call.notes.degraded = "max_tokens=1"
+        yield Piece(0, 97, "a", None, "length", 3, 1)
+
+    service.dispatcher.script = shortened
+    response = client.post("/v1/chat/completions", json=CHAT | {"stream": is_stream})
+    assert response.headers["x-ballast-degraded"] == "max_tokens=1"
+    assert '"finish_reason":"length"' in response.text
+
+
 async def breaks(call: Call):
     yield Piece(0, 97, "a")
     raise RuntimeError("the engine's secret")
