@@ -47,7 +47,7 @@ class DispatchSettings:
     class_timeout_fraction: float = 0.8
     class_timeout_limits: float = 10.0
     ready_within_s: float = 1.4
-    sheds_overload: bool = True
+    sheds_overload: bool = False
     degrade_max_tokens: Mapping[str, int] = field(default_factory=dict)
     degrade_above: float = 0.5
 

@@ -298,7 +298,6 @@ def test_a_policy_decides_and_what_it_does_is_told(kernels, tmp_path):
                 await asyncio.sleep(0.02)
             assert [client.state for client in clients] == ["ready", "refused"] and "decides route" in clients[1].detail
             service.control.deciders["rebalance"].guard = PolicyGuard(clients[0], deadline_s=5.0, outside_max=1000)
-            service.dispatcher.apply(replace(service.dispatcher.settings, sheds_overload=False))  # a queue is what there is to move
             service.telemetry.is_draining[1] = True
             service.ask(30, 100, 50)
             await service.pass_s(0.5)

@@ -31,7 +31,7 @@ def test_critical_classes_get_more_tries():
                 await collect(service, call(class_index=class_index))
             tries[class_index] = sum(len(backend.started) for backend in backends) - before
 
-    play(backends, body, DispatchSettings())
+    play(backends, body, DispatchSettings(sheds_overload=True))
     assert tries == {CHAT: 4, CODE: 6}
 
 
@@ -55,7 +55,7 @@ def test_a_held_call_gives_its_place_to_a_higher_one():
         assert len(await high) == 12
         assert service.counts["refused_overloaded"] == 1
 
-    play([Scripted("g0", 0)], body, DispatchSettings(), replace(LIMITS, hold_limit=1))
+    play([Scripted("g0", 0)], body, DispatchSettings(sheds_overload=True), replace(LIMITS, hold_limit=1))
 
 
 def test_held_calls_are_rung_by_priority_then_age():
@@ -80,7 +80,7 @@ def test_held_calls_are_rung_by_priority_then_age():
 
 
 def test_answers_are_shorter_under_pressure_and_say_so():
-    settings = DispatchSettings(degrade_max_tokens={"batch": 5}, degrade_above=0.5)
+    settings = DispatchSettings(sheds_overload=True, degrade_max_tokens={"batch": 5}, degrade_above=0.5)
 
     async def body(service):
         calm = call(class_index=BATCH)
