@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from envs.decision.split_planner import CORNERS, InfeasibleSplit
@@ -33,20 +34,17 @@ class ServiceAdmin:
         return stamped(state_of(dispatcher, service.control, kinds, states, bundles), line)
 
     async def drain_group(self, name: str) -> dict[str, Any]:
-        g = self._index(name)
-        try:
-            self._service.control.moves.begin_drain(g)
-        except MoveRefused as refused:
-            raise OrderRefused("conflict", f"{name}: {refused}") from refused
-        return {"group": name, "state": "draining"}
+        return self._turned(name, self._service.control.moves.begin_drain, "draining")
 
     async def undrain_group(self, name: str) -> dict[str, Any]:
-        g = self._index(name)
+        return self._turned(name, self._service.control.moves.end_drain, "serving")
+
+    def _turned(self, name: str, order: Callable[[int], None], state: str) -> dict[str, Any]:
         try:
-            self._service.control.moves.end_drain(g)
+            order(self._index(name))
         except MoveRefused as refused:
             raise OrderRefused("conflict", f"{name}: {refused}") from refused
-        return {"group": name, "state": "serving"}
+        return {"group": name, "state": state}
 
     async def resplit_group(self, name: str, corner: str | None, shares: list[float] | None) -> dict[str, Any]:
         g, moves, dispatcher = self._index(name), self._service.control.moves, self._service.dispatcher

@@ -55,9 +55,8 @@ class Move:
 
 
 class MoveExecution:
-    """`log`: the last moves, newest first; `under_way`: by group. `made` is told of each move that was carried out, with the seconds of
-    serving
-    that it took."""
+    """`log`: the last moves, newest first; `under_way`: by group. `made` is told of each move that was carried out, with the
+    seconds of serving that it took."""
 
     def __init__(
         self, dispatcher: Dispatcher, settings: ControlSettings, now_s: Callable[[], float], made: Callable[[Command, float], None]
