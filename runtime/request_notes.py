@@ -54,15 +54,18 @@ class AttemptNotes:
 
 @dataclass(slots=True, eq=False)
 class CallNotes:
-    """One answer. trace: where it is traced. degraded: what was taken from it under pressure, as `x-ballast-degraded` tells it."""
+    """One answer. made: attempts so far, of which the first ones and the last are kept. trace: where it is traced. degraded: what was
+    taken from it under pressure, as `x-ballast-degraded` tells it."""
 
     attempts: list[AttemptNotes] = field(default_factory=list)
+    made: int = 0
     trace: TraceIds | None = None
     degraded: str = ""
 
     def begin(self, attempt: AttemptNotes) -> AttemptNotes:
         if self.trace is not None:
             attempt.span_id = self.trace.next_span_id()
+        self.made += 1
         if len(self.attempts) == ATTEMPTS_NOTED_MAX:
             self.attempts.pop()
         self.attempts.append(attempt)

@@ -70,7 +70,7 @@ class Recorder(Collector):
         yield family
 
     def _call_ended(self, account: CallAccount) -> None:
-        self._requests.put(request_records.facts_of(account, self._started_s, self._groups, self._settings.prompt_ids))
+        self._requests.put(request_records.facts_of(account, self._started_s, self._settings.prompt_ids))
 
     def _decided(self, made: Made) -> None:
         arm = self._dispatcher.ledger.arm(made.question.request.request_id)

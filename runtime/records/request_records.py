@@ -15,7 +15,7 @@ from envs.domain.requests import SERVICE_CLASSES
 from envs.traces.formats.ballast import row_line
 from envs.traces.trace_row import TraceRow
 from runtime.scheduling.call_ledger import CallAccount
-from runtime.scheduling.prefix_memory import BLOCK_TOKENS
+from runtime.scheduling.prefix_memory import BLOCK_TOKENS, block_keys
 
 DIGITS = 6
 
@@ -47,14 +47,15 @@ class RequestFacts:
     finish_s: float
 
 
-def facts_of(account: CallAccount, started_s: float, groups: Sequence[str], has_prompt: bool) -> RequestFacts:
+def facts_of(account: CallAccount, started_s: float, has_prompt: bool) -> RequestFacts:
     """started_s: zero of the times written, on the monotonic clock."""
-    call = account.call
+    call, last = account.call, account.last
+    group, source, cause, expected_s = (last.group, last.source, last.cause, last.expected_s) if last is not None else (None, "", "", None)
     return RequestFacts(
         call.call_id, account.arrival_s - started_s, call.prompt_tokens, account.tokens, call.max_tokens, call.class_index, call.priority,
-        call.session, call.user, account.keys, call.prompt_ids if has_prompt else (), account.end, account.arm, account.attempts,
-        groups[account.group_index] if account.group_index >= 0 else None, account.source, account.cause, account.expected_s,
-        account.ttft_s, account.tpot_s if account.tokens else math.nan, account.last_s - account.arrival_s,
+        call.session, call.user, block_keys(call.prompt_ids), call.prompt_ids if has_prompt else (), account.end, account.arm,
+        account.attempts, group, source, cause, expected_s, account.ttft_s,
+        account.tpot_s if account.tokens else math.nan, account.last_s - account.arrival_s,
     )  # fmt: skip
 
 

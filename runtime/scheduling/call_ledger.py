@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from envs.domain.requests import Request
 from runtime.calls import Call
-from runtime.scheduling.online_scheduler import Decided
+from runtime.request_notes import AttemptNotes
 
 logger = logging.getLogger(__name__)
 
@@ -22,25 +22,29 @@ DONE, LEFT = "done", "left"
 
 @dataclass(slots=True, eq=False)
 class CallAccount:
-    """One call. Times on the monotonic clock, NaN where the event never came.
+    """One call: how it ended, beside what its own notes say (`Call.notes`). Times on the monotonic clock, NaN where the event never came.
 
-    end: "done", "left" (its caller went), or why it was refused or lost (a `Refusal`'s reason). arm: of a rollout, "" outside one. source,
-    cause, expected_s: of the last decision that chose a group. keys: of the prompt's leading blocks. tokens: of the answer so far.
+    end: "done", "left" (its caller went), or why it was refused or lost (a `Refusal`'s reason). arm: of a rollout, "" outside one.
+    tokens: of the answer so far.
     """
 
     call: Call
     arrival_s: float
     arm: str = ""
     end: str = LEFT
-    attempts: int = 0
-    group_index: int = -1
-    source: str = ""
-    cause: str = ""
-    expected_s: tuple[float, float] | None = None
-    keys: Sequence[int] = ()
     first_s: float = math.nan
     last_s: float = math.nan
     tokens: int = 0
+
+    @property
+    def attempts(self) -> int:
+        return self.call.notes.made
+
+    @property
+    def last(self) -> AttemptNotes | None:
+        """The last attempt; None where no group was chosen."""
+        attempts = self.call.notes.attempts
+        return attempts[-1] if attempts else None
 
     @property
     def ttft_s(self) -> float:
@@ -75,14 +79,6 @@ class CallLedger:
         if self.listeners:
             now_s = self._now_s()
             self._tell(CallAccount(call, now_s, self._arm(call, now_s), reason))
-
-    def placed(self, request_id: int, decided: Decided, keys: Sequence[int]) -> None:
-        """A group was chosen for an attempt."""
-        account = self._open.get(request_id)
-        if account is not None:
-            account.attempts += 1
-            account.group_index, account.source, account.cause = decided.command.group_index, decided.source, decided.cause
-            account.expected_s, account.keys = decided.expected_s, keys
 
     def attempt_ended(self, request_id: int, first_s: float, last_s: float, tokens: int, is_whole: bool) -> None:
         account = self._open.get(request_id)

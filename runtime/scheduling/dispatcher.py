@@ -371,7 +371,6 @@ class Dispatcher:
             if placed:
                 g = placed[0].group_index
                 self.prefixes.remember(g, keys, int(self.telemetry.kv_tokens[g]))
-                self.ledger.placed(request.request_id, decided, keys)
                 return placed[0]
             if decided.cause == OVERLOADED:
                 raise _refusal("overloaded", "more is asked than can be served in time", decided.retry_after_s)
