@@ -18,8 +18,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -71,14 +71,28 @@ def _configured_services() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("hosts:")), "files dns")
 
 
-@contextlib.contextmanager
-def numeric_addresses_only() -> Iterator[None]:
-    """No question to a DNS server inside."""
-    look_up_hosts_in("files")
-    try:
-        yield
-    finally:
-        look_up_hosts_in(_configured_services())
+class _NumericAddresses:
+    """While anybody holds it, this process asks no DNS server about hosts. The setting is the process's: the last one out puts it back, so
+    that a thread that is done does not take it from the others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._holders += 1
+            if self._holders == 1:
+                look_up_hosts_in("files")
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._holders -= 1
+            if not self._holders:
+                look_up_hosts_in(_configured_services())
+
+
+_numeric_addresses = _NumericAddresses()
 
 
 def serve_store(listener: socket.socket) -> Any:
@@ -88,7 +102,7 @@ def serve_store(listener: socket.socket) -> Any:
     """
     from torch.distributed import TCPStore
 
-    look_up_hosts_in("files")
+    _numeric_addresses.__enter__()  # for good: it asks for the name of every address that connects
     host, port = listener.getsockname()[:2]
     return TCPStore(
         host,
@@ -108,7 +122,7 @@ def connect_store(address: tuple[str, int], deadline_s: float) -> Any:
     host, port = address
     numeric = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     try:
-        with numeric_addresses_only():
+        with _numeric_addresses:
             return TCPStore(numeric, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
     except (RuntimeError, ValueError) as error:
         raise ConnectionError(f"no rendezvous store at {host}:{port} within {deadline_s:g} s: {error}") from error
