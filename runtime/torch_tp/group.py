@@ -345,6 +345,10 @@ class Group:
         self.plans.records.apply(command, result)
         return result
 
+    @property
+    def has_unreported(self) -> bool:
+        return self._unreported is not None
+
     def raise_unreported(self) -> None:
         if self._unreported is not None:
             error, self._unreported = self._unreported, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,8 @@ from runtime.torch_tp.resplit import MovePrice, Slide, SlideState, SlideStep, pa
 from runtime.torch_tp.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
+
+TAKE_IN_AGAIN_S = 1.0
 
 Shares = Mapping[str, Sequence[float]]
 """"shares", and where they differ "mlp_shares" and "vocabulary_shares" (`layer_cuts.layer_plans`): one number per member, in rank order."""
@@ -38,6 +41,7 @@ class PlanChanges:
         self._shares: dict[str, dict[int, float]] | None = None  # of each cut by worker, where the caller chose
         self._price = MovePrice()
         self._corrected_s = time.monotonic()
+        self._take_in_from_s = math.inf  # when those that joined are next to be given work; inf: all have theirs
 
     @property
     def is_sliding(self) -> bool:
@@ -63,7 +67,8 @@ class PlanChanges:
         self._to_revive.clear()
 
     def group_rebuilt(self, supervisor: Supervisor, detail: str) -> None:
-        """No slot holds anything any more, so that no slide can go on."""
+        """No slot holds anything any more, so that no slide can go on; the new plan has work for every member."""
+        self._take_in_from_s = math.inf
         if self._slide is not None:
             self._slide.abandon(detail)
             self._end_slide(supervisor)
@@ -84,7 +89,8 @@ class PlanChanges:
                 supervisor.respawn(worker)
             except ValueError as error:  # remote, or back already
                 logger.info("not revived worker=%d reason=%s", worker, error)
-        if self._slide is None and self._revives and supervisor.spares:
+        supervisor.raise_unreported()  # before a slide of the new group begins, which it would end
+        if self._slide is None and self._revives and (supervisor.spares or time.monotonic() >= self._take_in_from_s):
             self._take_in(supervisor)
         if self._slide is None and self._wishes:
             self._begin_wish(supervisor)
@@ -94,10 +100,12 @@ class PlanChanges:
             self._advance_slide(supervisor)
 
     def _take_in(self, supervisor: Supervisor) -> None:
-        """Let ranks join with no work, and slide to a plan that gives them some."""
+        """Let ranks join with no work, and slide to a plan that gives them some: again, if that slide comes to nothing."""
         spares = supervisor.spares
         try:
-            supervisor.join(spares)
+            if spares:
+                supervisor.join(spares)
+            self._take_in_from_s = time.monotonic() + TAKE_IN_AGAIN_S
             self._slide = Slide(supervisor, self._next_plan(supervisor), self._price)
         except (GroupRebuilt, GroupGone):
             raise
@@ -158,6 +166,7 @@ class PlanChanges:
         assert slide is not None
         if slide.state is SlideState.DONE:
             self.completed += 1
+            self._take_in_from_s = math.inf
             if told is not None:
                 told.set_result(supervisor.plan)
         else:

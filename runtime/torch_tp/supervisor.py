@@ -153,6 +153,16 @@ class Supervisor:
         order, deadline_s = ReduceOrder(tuple(sizes_bytes), repeats), self.settings.step_deadline_s
         return self._control.ask(lambda future: self._group.order(Kind.PROFILE, order, future, _lowest, deadline_s), deadline_s)
 
+    def raise_unreported(self) -> None:
+        """Raise GroupRebuilt where slots were lost since the last step and nobody has heard of it; costs nothing where none were."""
+        if self._group.has_unreported:
+
+            def begin(future: Future[None]) -> None:
+                self._group.raise_unreported()
+                future.set_result(None)
+
+            self._control.ask(begin, self.settings.configure_deadline_s)
+
     def next_plan(self, shares: Sequence[float] | None = None, **cuts: Any) -> LayerPlans:
         """A plan of the next version over the members: by `shares`, or by their measured speeds, per operation.
 

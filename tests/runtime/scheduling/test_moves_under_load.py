@@ -199,10 +199,28 @@ def test_a_lost_rank_is_seen_and_comes_back(service: MovingService, references: 
 
         service.control.moves.begin_drain(0)  # all of them are in group 1 when it is struck
         await asyncio.sleep(0.3)
-        await _under_load(service, references, strike)
-        service.control.moves.end_drain(0)
+        try:
+            await _under_load(service, references, strike)
+        finally:
+            service.control.moves.end_drain(0)
 
     service.run(body())
+
+
+def test_a_rank_lost_while_nothing_runs_gets_its_work_back(service: MovingService, references: list[str]):
+    """With no step to hear of the loss, the slide that gives the returned rank its work was ended by the report of it, for good."""
+    if service.kind == "emulated":
+        pytest.skip("an emulated group has no rank to kill")
+
+    async def body() -> None:
+        for _ in range(2):
+            before = service.backends[1].report().plan
+            service.backends[1].strike(1, signal.SIGKILL)
+            while (now := service.backends[1].report().plan) is None or now.version < before.version + 2 or not now.query_heads[1]:
+                await asyncio.sleep(0.01)
+            assert now.members == (0, 1)
+
+    service.run(body(), 60.0)
 
 
 def test_a_conversation_survives_the_drain_and_the_loss_of_its_group(service: MovingService, references: list[str]):

@@ -59,6 +59,9 @@ class ToySupervisor:
         now_s = time.monotonic()
         return self._ranks.run(command, now_s, now_s + 1e-4)
 
+    def raise_unreported(self) -> None:
+        """Every loss of this toy is told by a step."""
+
     def respawn(self, worker: int) -> None:
         raise ValueError("not in this toy")
 
