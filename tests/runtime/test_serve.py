@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,9 @@ START_S = 120.0
 class Running:
     """A service process on a free port."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **environment: str) -> None:
         command = [sys.executable, "-m", "runtime", "serve", "--port", "0", *arguments]
-        env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+        env = {**os.environ, "PYTHONPATH": str(PROJECT), **environment}
         self.process = subprocess.Popen(command, cwd=PROJECT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -98,8 +99,10 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def emulated(kernels):
-    running = Running("--cluster", "unlike-3")
+def emulated(kernels, tmp_path_factory):
+    file = tmp_path_factory.mktemp("emulated") / "service.yaml"
+    file.write_text(yaml.safe_dump({"cluster": "unlike-3", "control": {"tick_s": 0.1}}))
+    running = Running("--config", str(file), NUMBA_DEBUG_CACHE="1")  # which says each kernel that is compiled or read from disk
     yield running
     running.stop()
 
@@ -129,6 +132,18 @@ def test_the_gateway_process_holds_no_torch_and_no_simulator(emulated):
 def test_too_much_is_refused_with_the_limit_named(emulated):
     status, body, _ = emulated.post("/v1/completions", {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 9000})
     assert status == 400 and "8192" in body["error"]["message"]
+
+
+def test_no_kernel_is_loaded_once_it_is_ready(emulated):
+    """On a new installation loading is compiling: seconds, in which no stream would get a token. Enough requests that the predictor's
+    tables are made anew, a few hundred gaps between tokens, and control ticks meanwhile."""
+    asked = {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 6, "ignore_eos": True}
+    with ThreadPoolExecutor(16) as callers:
+        answers = list(callers.map(lambda _: emulated.post("/v1/completions", asked)[0], range(80)))
+    assert answers == [200] * 80
+    ready = next(place for place, line in enumerate(emulated.lines) if line.startswith("ready on"))
+    assert any("[cache]" in line for line in emulated.lines[:ready])
+    assert [line for line in emulated.lines[ready:] if "[cache]" in line] == []
 
 
 def test_a_wait_for_the_kernels_is_said_and_nothing_else_is(monkeypatch, capfd):
