@@ -30,9 +30,9 @@ START_S = 120.0
 
 
 class Running:
-    """A service process on a free port."""
+    """A service process on a free port, once it has said `until`."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments: str, until: str = "ready on", **environment: str) -> None:
         command = [sys.executable, "-m", "runtime", "serve", "--port", "0", *arguments]
         env = {**os.environ, "PYTHONPATH": str(PROJECT), **environment}
         self.process = subprocess.Popen(command, cwd=PROJECT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -40,10 +40,11 @@ class Running:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         end_s = time.monotonic() + START_S
-        while not (found := [line for line in self.lines if line.startswith("ready on")]):
+        while not (found := [line for line in self.lines if until in line]):
             assert self.process.poll() is None and time.monotonic() < end_s, "".join(self.lines)
             time.sleep(0.05)
-        self.url = re.search(r"http://\S+?(?=;)", found[0]).group()
+        url = re.search(r"http://\S+?(?=;)", found[0])
+        self.url = url.group() if url is not None else ""
 
     def _read(self) -> None:
         for line in self.process.stdout:
@@ -228,7 +229,7 @@ CLUSTER = {
 
 
 @pytest.fixture(scope="module")
-def ranks(dreams, tmp_path_factory, kernels):
+def ranks_file(dreams, tmp_path_factory, kernels):
     """The small checkpoint on a slow pair and a slow single rank: about 10 ms a token."""
     folder = tmp_path_factory.mktemp("service")
     (folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
@@ -241,14 +242,34 @@ def ranks(dreams, tmp_path_factory, kernels):
         },
         "dispatch": {"restart_s": 0.2},
     }
-    (folder / "service.yaml").write_text(yaml.safe_dump(service))
-    running = Running("--config", str(folder / "service.yaml"))
+    file = folder / "service.yaml"
+    file.write_text(yaml.safe_dump(service))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def ranks(ranks_file):
+    running = Running("--config", ranks_file)
     yield running
     running.stop()
 
 
 def hosts(running: Running) -> list[int]:
     return [pid for pid in running.children() if "group_host" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_told_to_stop_before_it_is_ready_it_ends_at_once_and_quietly(ranks_file, times):
+    """Its ranks are loading meanwhile, and nobody waits until they have."""
+    running = Running("--config", ranks_file, until="Application startup complete")
+    for _ in range(times - 1):
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)  # two at once are one
+    began_s, children = time.monotonic(), running.children()
+    assert running.stop() == 0
+    took_s, said = time.monotonic() - began_s, "".join(running.lines)
+    assert took_s < 10.0 and not any(Path(f"/proc/{pid}").exists() for pid in children)
+    assert "ready on" not in said and "Traceback" not in said and "never retrieved" not in said, said
 
 
 def both_serve(running: Running) -> None:
