@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from agents.policy_bundle import WEIGHTS_BYTES_MAX, BundleError, bundle_digests
+from agents.policy_bundle import WEIGHTS_BYTES_MAX, BundleError, bundle_digest, bundle_digests
 from agents.whole_files import read_plain_file, replace_file, sync_folder
 from runtime.rollout.state import FORMAT_VERSION, BundleName, InconsistentState, RolloutError, RolloutState
 
@@ -119,7 +119,7 @@ class RolloutStore:
     def adopt_bundle(self, origin: Path) -> BundleName:
         """A copy of our own, so that nobody changes a bundle under a rollout. Raises: RolloutError."""
         try:
-            digest = digest_of(origin)
+            digest = bundle_digest(origin)
             target = self.folder / BUNDLES / digest[:16]
             if not target.exists():
                 temporary = Path(f"{target}.new")
@@ -151,15 +151,10 @@ def read_state(folder: Path) -> RolloutState:
     return state
 
 
-def digest_of(bundle: Path) -> str:
-    """One digest over a bundle's files. Raises: OSError."""
-    return hashlib.sha256(json.dumps(bundle_digests(bundle), sort_keys=True).encode()).hexdigest()
-
-
 def configured_digest(bundle: str | None) -> str:
     """Of the service file's bundle: "" for none, and for one that cannot be read."""
     try:
-        return digest_of(Path(bundle)) if bundle is not None else ""
+        return bundle_digest(Path(bundle)) if bundle is not None else ""
     except OSError:
         return ""
 
@@ -167,7 +162,7 @@ def configured_digest(bundle: str | None) -> str:
 def check_bundle(name: BundleName) -> None:
     """Raises: RolloutError unless our copy is there and unchanged."""
     try:
-        is_same = digest_of(Path(name.folder)) == name.digest
+        is_same = bundle_digest(Path(name.folder)) == name.digest
     except OSError as error:
         raise RolloutError(f"{name.folder}: the copy of {name.origin} is gone ({error.strerror})") from error
     if not is_same:
