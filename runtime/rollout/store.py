@@ -20,9 +20,10 @@ import msgspec
 
 from agents.policy_bundle import WEIGHTS_BYTES_MAX, BundleError, bundle_digest, bundle_digests
 from agents.whole_files import read_plain_file, replace_file, sync_folder
+from runtime.rollout import kept_arms
 from runtime.rollout.state import FORMAT_VERSION, BundleName, InconsistentState, RolloutError, RolloutState
 
-STATE_FILE, AUDIT_FILE, LOCK_FILE, BUNDLES = "rollout.json", "audit.jsonl", "lock", "bundles"
+STATE_FILE, AUDIT_FILE, ARMS_FILE, LOCK_FILE, BUNDLES = "rollout.json", "audit.jsonl", "arms.json", "lock", "bundles"
 TAIL_BYTES = 1 << 16
 STATE_BYTES_MAX = 4 << 20
 
@@ -54,8 +55,9 @@ class RolloutStore:
             raise RolloutBusy(folder, url) from None
         try:
             os.ftruncate(self._lock, 0)
-            for left in folder.glob(f".{STATE_FILE}.*"):  # of a kill amid a write
-                left.unlink()
+            for name in (STATE_FILE, ARMS_FILE):
+                for left in folder.glob(f".{name}.*"):  # of a kill amid a write
+                    left.unlink()
             self.state = read_state(folder)
             self._repair_audit()
         except BaseException:
@@ -88,6 +90,21 @@ class RolloutStore:
     def put_down(self, state: RolloutState) -> None:
         """Keep counts of the stage under way; no move, no line in the log. Raises: OSError."""
         self._write(state)
+
+    def put_down_arms(self, arms: list[tuple[int, str, float]]) -> None:
+        """Who has which arm, and for how many seconds each was silent. Raises: OSError."""
+        now_s = self._unix_s()
+        rows = [(key, arm, now_s - silent_s) for key, arm, silent_s in arms]
+        replace_file(self.folder / ARMS_FILE, kept_arms.written(self.state.salt, rows))
+
+    def arms(self) -> list[tuple[int, str, float]]:
+        """What was put down in this rollout; [] where nothing was. Raises: OSError, InconsistentState for a file that cannot be read."""
+        try:
+            data = read_plain_file(self.folder / ARMS_FILE, STATE_BYTES_MAX)
+        except FileNotFoundError:
+            return []
+        now_s = self._unix_s()
+        return [(key, arm, now_s - seen_s) for key, arm, seen_s in kept_arms.read(data, self.state.salt)]
 
     def _write(self, state: RolloutState) -> None:
         replace_file(self.folder / STATE_FILE, msgspec.json.format(msgspec.json.encode(state), indent=1))
