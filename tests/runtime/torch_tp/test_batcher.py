@@ -744,6 +744,21 @@ def test_pace_learns_the_three_coefficients_and_follows_a_change():
         assert pace.step_s(8, 100) == pytest.approx(factor * 0.076, rel=0.05)
 
 
+@pytest.mark.parametrize("rows_max", [1, 5])
+@pytest.mark.parametrize("prefill_share", [0.1, 0.001, 0.0])
+def test_pace_stays_right_over_a_long_run(rows_max, prefill_share):
+    """20,000 steps with few prompts, a stall every hundredth: the expected time of a step is still that of the steps, and follows when all
+    become twice as slow."""
+    pace, rng = StepPace(), np.random.default_rng(3)
+    for count, factor in ((20_000, 1.0), (500, 2.0)):
+        for _ in range(count):
+            rows, prefill = (0, int(rng.integers(2, 90))) if rng.random() < prefill_share else (int(rng.integers(1, rows_max + 1)), 0)
+            stall_s = 0.05 * (rng.random() < 0.01)
+            pace.observe(rows, prefill, factor * (0.0008 + 0.0002 * rows + 0.00001 * prefill + rng.exponential(0.0001)) + stall_s)
+        assert pace.step_s(1) == pytest.approx(0.0011 * factor, rel=0.25)
+        assert np.isfinite(pace.token_s) and pace.token_s < 0.002
+
+
 def test_one_stall_hardly_moves_the_pace_and_nonsense_is_left_out():
     pace = StepPace()
     for _ in range(100):
