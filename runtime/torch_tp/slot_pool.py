@@ -198,6 +198,7 @@ class SlotPool:
         lost = sorted(gone & set(self._versions))
         for slot in lost:
             self._free(slot)
+            self._new_slots.pop(slot, None)
         return lost
 
     def _free(self, slot: int) -> None:

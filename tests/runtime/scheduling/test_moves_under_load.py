@@ -108,7 +108,7 @@ def test_running_calls_migrate(service: MovingService, references: list[str]):
             assert gone and all("ended" in move.error for move in done if move.outcome != "done")
             await asyncio.sleep(0)
             assert service.dispatcher.counts["moved_calls"] - moved == len(gone)
-            assert gone[0].detail == ("KV copied" if service.backends[0].carries_kv else "computed again") or service.kind == "emulated"
+            assert all(move.detail.startswith(("KV copied", "computed again")) for move in gone)
 
         await _under_load(service, references, migrate)
         assert service.dispatcher.counts["retries"] == retries
