@@ -15,7 +15,7 @@ from runtime.scheduling.in_flight import Flight
 
 logger = logging.getLogger(__name__)
 
-COPIED, COMPUTED_AGAIN = "KV copied", "computed again"
+COPIED, NOT_COPIED, COMPUTED_AGAIN = "KV copied", "not copied", "computed again"
 PARTS_MAX = 4
 FEW_TOKENS = 32
 """So many that came while a part was copied are computed there: one more part would take longer than that."""
@@ -58,6 +58,8 @@ class CallMigration:
         is_copied = not why_not
         if self._running(g, command.argument) is not flight or flight.recall is None:
             raise MoveRefused("the call has ended, or waits again")
+        if why_not.startswith(NOT_COPIED) and not dispatcher.view().accepts[target]:
+            raise MoveRefused(why_not)  # it would leave a group that serves it for one that takes nobody
         recalled_s = self._now_s()
 
         def resumed(where: int) -> None:
@@ -97,6 +99,6 @@ class CallMigration:
                     break
         except MoveRefused as refused:
             logger.info("KV not copied call=%s tokens=%d reason=%s", flight.call_id, copied, refused)
-            return "" if copied else f"not copied: {refused}"  # what came is of use, be it not all
+            return "" if copied else f"{NOT_COPIED}: {refused}"  # what came is of use, be it not all
         self.prices.was_copied(flight.group_index, copied, self._now_s() - began_s)
         return ""
