@@ -265,6 +265,7 @@ class Dispatcher:
     async def _serve(self, call: Call, request: Request) -> AsyncIterator[Piece]:
         sent, failed, attempts, is_retry, is_counted = _Sent(), set[int](), 0, False, True
         back: GivenBack | None = None
+        resumed: Callable[[int], None] | None = None
         is_new = True
         self.retries.start_request()
         try:
@@ -272,10 +273,9 @@ class Dispatcher:
                 begun = sent.begun()
                 if attempts or back is not None:
                     begun = replace(begun, waited_s=self._now_s() - request.arrival_s)
-                if back is None or (attempt := await self._go_on_at(back, call, request, begun)) is None:
+                if back is None or (attempt := self._go_on_at(back, call, request, begun)) is None:
                     attempt = await self._place(call, request, begun, frozenset(failed), is_new)
-                elif back.copy_s is not None:
-                    begun = replace(begun, kv_tokens=call.prompt_tokens + begun.pieces)
+                resumed = resumed if back is None else back.resumed
                 attempts, back, is_new = attempts + 1, None, False
                 attempt.flight.continues_at = partial(self._continues_at, call, sent)
                 try:
@@ -285,6 +285,9 @@ class Dispatcher:
                                 self.retries.finish(True)
                                 self.retries.start_request()
                                 is_retry = False
+                            if resumed is not None:
+                                resumed(attempt.group_index)
+                                resumed = None
                             sent.add(piece)
                             yield piece
                             if piece.finish_reason is not None:
@@ -319,13 +322,9 @@ class Dispatcher:
     def _continues_at(self, call: Call, sent: _Sent, g: int) -> bool:
         return bool(self._fits(call)[g]) and (not sent.pieces or self.backends[g].continues(call, sent.begun()))
 
-    async def _go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> _Attempt | None:
-        """An attempt at the group that a moved call was promised, its KV copied if that was the cheaper way; None where it takes no
-        calls."""
-        asked_s = self._now_s()
-        if back.copy_s:
-            await asyncio.sleep(min(back.copy_s, max(0.0, call.deadline_s - self._now_s())))
-        g = back.target
+    def _go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> _Attempt | None:
+        """An attempt at the group that a moved call was promised; None where it takes no calls."""
+        asked_s, g = self._now_s(), back.target
         if (
             g is None
             or not (self.view().accepts[g] and self._fits(call)[g])

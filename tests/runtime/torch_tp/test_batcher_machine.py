@@ -53,6 +53,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.command = None
         self.count = 0
         self.version = 0
+        self.expected: tuple[int, tuple[int, ...], int] | None = None  # slot, ids to come there, how many are there already
         self.requests: dict[str, GenerationRequest] = {}
         self.events: dict[str, list[TokenEvent]] = defaultdict(list)
         self.refused = 0
@@ -177,7 +178,9 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @rule()
     def change_plan(self):
-        """At most two plans live: before a third, the KV of the oldest is moved."""
+        """At most two plans live: before a third, the KV of the oldest is moved. Not while some is on its way here."""
+        if self.expected is not None:
+            return
         live = self.batcher.live_versions()
         if len(live) > 1 and self.command is None:
             oldest = self.batcher.slots_of_plan(live[0])
@@ -188,6 +191,33 @@ class BatcherMachine(RuleBasedStateMachine):
         if len(self.batcher.live_versions()) == 1:
             self.version += 1
             self.batcher.use_plan(self.version)
+
+    @precondition(lambda self: self.command is None and self.expected is None)
+    @rule(prompt=prompts, more=st.integers(0, 30))
+    def expect(self, prompt, more):
+        """KV of a prompt comes from elsewhere, in one part or two."""
+        slot = self.batcher.expect((), len(prompt) + more)
+        assert slot is None or self.batcher.is_expected(slot)
+        if slot is not None:
+            self.expected = slot, prompt, 0
+
+    @precondition(lambda self: self.command is None and self.expected is not None)
+    @rule(upto=st.integers(0, 70), goes_on=st.booleans())
+    def arrive(self, upto, goes_on):
+        slot, ids, start = self.expected
+        if not self.batcher.is_at_ranks(slot):
+            return
+        self.expected = None
+        came = ids[:upto] if upto > start else ()
+        if came and self.batcher.is_expected(slot):
+            held = self.ranks.slots[slot]
+            assert len(held.held) >= start and held.tokens_max >= len(came)
+            held.held = held.held[:start] + list(came[start:])
+        is_there = self.batcher.arrived(slot, came)
+        if is_there and came and goes_on and len(ids) > len(came):
+            again = self.batcher.expect(came, len(ids))
+            if again is not None:
+                self.expected = again, ids, len(came)
 
     @rule(seconds=st.floats(0.0, 1.0))
     def wait(self, seconds):
@@ -203,6 +233,8 @@ class BatcherMachine(RuleBasedStateMachine):
             return
         if self.command is not None:
             self.answer()
+        if self.expected is not None:
+            self.batcher.arrived(self.expected[0], ())
         work = sum(request.tokens_needed for request in self.requests.values())
         for _ in range(200 + 10 * work):
             if self.batcher.is_idle:
