@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_of_views_are_those_of_float64(rows, columns, has_bias):
     """Operands as ranks have them: columns out of the middle of wider tensors. Bound: the rounding of a sum of n
-    products is most probably below a small multiple of sqrt(n) units in the last place of the sum of their sizes (Higham and Mary, 2019)."""
+    products is most probably below a small multiple of sqrt(n) units in the last place of the sum of their sizes (Higham, Mary 2019)."""
     torch.manual_seed(columns)
     x, weight = torch.randn(rows, columns + 7)[:, 3 : columns + 3], torch.randn(48, columns + 9)[:, 5 : columns + 5]
     bias = torch.randn(48) if has_bias else None
