@@ -21,6 +21,7 @@ from runtime.torch_tp.graph_step import GraphStep
 from runtime.torch_tp.kv_pages import PagedKv
 from runtime.torch_tp.kv_slots import SlotKv
 from runtime.torch_tp.kv_store import KvStore
+from runtime.torch_tp.matrix_product import product_for
 from runtime.torch_tp.memory_stall import MemoryStall
 from runtime.torch_tp.rope import rope_table
 from runtime.torch_tp.row_kernels import ROWS_MAX
@@ -95,8 +96,9 @@ class TpModel:
         self._weights = TorchWeights(self.checkpoint, self.device, dtype)
         has_kernels = slots is not None and dtype == torch.float32
         elementwise = KernelElementwise() if has_kernels else TorchElementwise()
+        product = product_for(self.device, dtype)
         # two of each: halves of a batch in flight at once must not share scratch
-        self._torch_steps = [TorchStep(self.config, self._weights, self.kv, self._shares, elementwise) for _ in range(2)]
+        self._torch_steps = [TorchStep(self.config, self._weights, self.kv, self._shares, elementwise, product) for _ in range(2)]
         self._row_steps: list[RowStep] = []
         if slots is not None and has_kernels:
             self._row_steps = [RowStep(self.config, row_weights(self.checkpoint), slots, self._shares) for _ in range(2)]
@@ -222,7 +224,7 @@ class TpModel:
         for part in layout.parts:
             self.kv.begin(part.spans)
         hidden = self._embedding[layout.tokens].to(device=self.device, dtype=self.dtype)
-        # prompts go through the BLAS that other float32 implementations use: the first token of a text amplifies rounding (its
+        # short prompts go through the BLAS that other float32 implementations use: the first token of a text amplifies rounding (its
         # activations are a hundred times those of others), and there agreement with them is worth more than a few milliseconds
         is_decode = layout.rows == len(slices) <= ROWS_MAX
         steps: Sequence[Step] = self._row_steps if self._row_steps and is_decode else self._torch_steps

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from runtime.torch_tp.config import ModelConfig
 from runtime.torch_tp.elementwise import Elementwise
 from runtime.torch_tp.kv_store import KvStore
+from runtime.torch_tp.matrix_product import Product
 from runtime.torch_tp.shares import Interval, RankShare
 from runtime.torch_tp.step_layout import Part, StepLayout
 from runtime.torch_tp.torch_weights import TorchWeights
@@ -20,10 +21,16 @@ class TorchStep:
     """Implements `model.Step` on any device."""
 
     def __init__(
-        self, config: ModelConfig, weights: TorchWeights, kv: KvStore, shares: Mapping[int, RankShare], elementwise: Elementwise
+        self,
+        config: ModelConfig,
+        weights: TorchWeights,
+        kv: KvStore,
+        shares: Mapping[int, RankShare],
+        elementwise: Elementwise,
+        product: Product = linear,
     ) -> None:
         self._config, self._weights, self._kv, self._shares = config, weights, kv, shares
-        self._elementwise = elementwise
+        self._elementwise, self._product = elementwise, product
 
     def begin(self, layout: StepLayout, hidden: Tensor) -> None:
         self._layout, self._hidden = layout, hidden
@@ -43,7 +50,7 @@ class TorchStep:
         if weights.heads == 0:
             return torch.zeros_like(x)
         tokens, dim, group = x.shape[0], self._config.head_dim, self._config.group
-        query, key, value = (linear(x, w, b).view(tokens, -1, dim) for w, b in zip(weights.projections, weights.biases, strict=True))
+        query, key, value = (self._product(x, w, b).view(tokens, -1, dim) for w, b in zip(weights.projections, weights.biases, strict=True))
         if self._config.qk_norm:
             query, key = (self._normed(heads, norm) for heads, norm in zip((query, key), self._weights.head_norms[layer], strict=True))
         cos, sin = self._cos[part.rows], self._sin[part.rows]
@@ -56,15 +63,15 @@ class TorchStep:
         out = torch.empty_like(query)
         shape = (tokens, weights.kv_heads, group, dim)
         self._kv.attend(layer, part.spans, query.view(shape), key, value, out.view(shape))
-        return linear(out.view(tokens, -1)[:, first * dim : last * dim], weights.output)
+        return self._product(out.view(tokens, -1)[:, first * dim : last * dim], weights.output, None)
 
     def mlp(self, layer: int, columns: Interval) -> Tensor:
         x = self._normed(self._hidden, self._weights.post_norms[layer])
         if columns.width == 0:
             return torch.zeros_like(x)
         weights = self._weights.mlp(layer, columns)
-        gate, up = linear(x, weights.gate, weights.gate_bias), linear(x, weights.up, weights.up_bias)
-        return linear(self._elementwise.gated(gate, up), weights.down)
+        gate, up = self._product(x, weights.gate, weights.gate_bias), self._product(x, weights.up, weights.up_bias)
+        return self._product(self._elementwise.gated(gate, up), weights.down, None)
 
     def logits(self, rows: Sequence[int], vocabulary: Interval) -> Tensor:
         return linear(self._normed(self._hidden[rows], self._weights.last_norm), self._weights.head(vocabulary)).float()
