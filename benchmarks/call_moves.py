@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks.conditions import MachineLoad
 from benchmarks.drill import SMALL
 from runtime.backends.group_messages import HostSettings
-from runtime.backends.interface import NOTHING, Begun
+from runtime.backends.interface import Begun
 from runtime.backends.torch_tp import TorchTpBackend
 from runtime.calls import Call, Piece
 from runtime.scheduling.call_migration import FEW_TOKENS, PARTS_MAX

@@ -65,7 +65,7 @@ class CallMovePrices:
     def __init__(self, groups: Sequence[TpGroup], weight: float = 0.3) -> None:
         self._groups, self._weight = tuple(groups), weight
         links = [group.outer_link for group in groups]
-        self._copies = [CopyPrice(link.alpha_s, 1.0 / max(link.beta_s_per_byte, 1e-15), weight=weight) for link in links]
+        self._copies = [CopyPrice(link.alpha_s, 1.0 / link.beta_s_per_byte, weight=weight) for link in links]
         self._again_factor = np.ones(len(groups))  # by target: pause of a call that was computed again ÷ predicted
 
     def copied_s(self, source: int, kv_tokens: int) -> float:
