@@ -37,7 +37,7 @@ def test_before_anything_was_measured_prices_are_the_declared_ones(groups, state
 
 
 def test_prices_follow_what_was_measured_of_the_groups_concerned_and_no_others(groups, state):
-    """With all the weight on the last move: 1 s of copying and 0.2 s of pause, and a call that stood still three times as long as thought."""
+    """With all the weight on the last move: 1 s of copying and 0.2 s of pause, a call that stood still three times as long."""
     prices, untouched = CallMovePrices(groups, weight=1.0), CallMovePrices(groups)
     prices.was_copied(0, 1000, 1.0)
     prices.copied_call_paused(0, 0.2)
