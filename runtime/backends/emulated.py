@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -43,6 +44,7 @@ from runtime.backends.kernel_report import KernelReader, times_of_record
 from runtime.backends.synthetic_text import SyntheticDecoder, SyntheticText
 from runtime.calls import Call, Piece
 from runtime.request_notes import AnswerTimes
+from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.stop_strings import AnswerText
 
 logger = logging.getLogger(__name__)
@@ -185,6 +187,8 @@ class EmulatedBackend:
         return len(begun.tokens) == begun.pieces
 
     async def submit(self, call: Call, begun: Begun = NOTHING) -> AsyncIterator[Piece]:
+        if not self.is_alive:
+            raise BackendFault(f"{self.name}: not running")
         key, inside = self._enter(call, begun)
         try:
             while True:
@@ -201,8 +205,6 @@ class EmulatedBackend:
             self._leave(key)
 
     def _enter(self, call: Call, begun: Begun) -> tuple[int, _Inside]:
-        if not self.is_alive:
-            raise BackendFault(f"{self.name}: not running")
         most = min(self._limits.context_tokens, kv_tokens(self._state))
         if call.prompt_tokens + call.max_tokens > most:
             raise BadCall(f"{call.prompt_tokens} prompt tokens and max_tokens={call.max_tokens} exceed {most}", reason="too_long")
@@ -315,3 +317,18 @@ class EmulatedBackend:
                 break
         inside.sent = upto
         inside.changed.set()
+
+
+def rehearse(group: TpGroup, limits: ClusterLimits, settings: KernelSettings | None = None) -> None:
+    """Play calls of nobody's on a clock of their own, all at once: loads the compiled code that such groups need."""
+    clock_s = [0.0]
+    backend = EmulatedBackend(group, 0, limits, settings, lambda: clock_s[0])
+    call = Call("", "", "completion", (), 1, 2, SamplingSettings(), (), None, 0, 0, None, None, math.inf)
+    _, inside = backend._enter(call, NOTHING)
+    while not inside.is_over:
+        clock_s[0] = backend._next_step_s(clock_s[0]) + 1e-6
+        backend._advance(clock_s[0])
+        backend._reader.report(0, clock_s[0], backend._names)
+    key, _ = backend._enter(call, NOTHING)
+    backend._leave(key)
+    backend._plans.switch(backend._plans.current, clock_s[0])

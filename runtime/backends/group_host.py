@@ -53,7 +53,7 @@ class GroupHost:
         self._last_steps, self._last_step_s = 0, 0.0
 
     async def serve(self, reader: asyncio.StreamReader, cutter: FrameCutter) -> None:
-        reporting = asyncio.create_task(self._report_for_ever())
+        reporting = asyncio.create_task(self._report_while_serving())
         try:
             while data := await reader.read(1 << 16):
                 for message in cutter.feed(data):
@@ -155,10 +155,13 @@ class GroupHost:
         await asyncio.to_thread(self._engine.take_kv, given, KV_DEADLINE_S)
         return []
 
-    async def _report_for_ever(self) -> None:
-        while True:
+    async def _report_while_serving(self) -> None:
+        """An engine that has stopped for good takes this process with it: its keeper starts another, and a live one would be asked on."""
+        while self._engine.is_serving:
             self._say(M.report_to_wire(self._report()))
             await asyncio.sleep(self._settings.report_period_s)
+        logger.error("the engine is gone, and so is its process")
+        self._writer.close()  # what was said is sent first; reading ends with it
 
     def _report(self) -> GroupReport:
         load, measured = self._engine.load(), self._engine.measured()

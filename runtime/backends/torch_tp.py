@@ -96,16 +96,23 @@ class TorchTpBackend(asyncio.Protocol):
         except BackendFault:
             await self._end_process(deadline_s=0.0)
             raise
+        except asyncio.CancelledError:  # the service ends meanwhile
+            self._up.cancel()
+            raise
 
     async def close(self) -> None:
+        """One that is not up yet has nothing to put in order, and would not hear of it while it loads."""
         if self._transport is not None:
             self._say([M.STOP])
-        await self._end_process(deadline_s=STOP_DEADLINE_S)
+        await self._end_process(deadline_s=STOP_DEADLINE_S if self._is_up() else 0.0)
+
+    def _is_up(self) -> bool:
+        return self._up is not None and self._up.done() and not self._up.cancelled() and self._up.exception() is None
 
     @property
     def is_alive(self) -> bool:
         """Its process is there and speaks: liveness is progress, and a host that is frozen makes none."""
-        is_up = self._up is not None and self._up.done() and not self._up.cancelled() and self._up.exception() is None
+        is_up = self._is_up()
         has_process = self._transport is not None and self._process is not None and self._process.poll() is None
         return is_up and has_process and time.monotonic() - self._heard_s < SILENT_S
 

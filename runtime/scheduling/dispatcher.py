@@ -21,9 +21,7 @@ import numpy as np
 from agents.heuristics import make as make_heuristic
 from envs.decision import predictor as P
 from envs.decision.circuit_breaker import BreakerPanel, BreakerSettings, ClassBreaker, Outcome, ProbeLease, State
-from envs.decision.class_experience import ClassExperience
 from envs.decision.class_timeouts import ClassTimeouts
-from envs.decision.length_estimator import LengthEstimator
 from envs.decision.overload import OverloadControl
 from envs.decision.retry_budget import RetryBudget
 from envs.domain.commands import Command, CommandKind
@@ -40,6 +38,7 @@ from runtime.scheduling.in_flight import Flight
 from runtime.scheduling.online_scheduler import OVERLOADED, Decided, OnlineScheduler, Question
 from runtime.scheduling.policy_guard import PolicyGuard
 from runtime.scheduling.prefix_memory import PrefixMemory, block_keys
+from runtime.scheduling.rehearsal import rehearse_answers, rehearse_decision
 from runtime.scheduling.served_plans import ServedPlans
 from runtime.scheduling.stream_pace import StreamPace
 from runtime.scheduling.stream_watch import StreamWatch
@@ -124,13 +123,9 @@ class Dispatcher:
     # --- life ---------------------------------------------------------------------------------------------------------------
 
     def load_kernels(self) -> None:
-        """Make a decision of nobody's and drop it, so that no caller waits for the compiled code to be loaded (a second)."""
-        count = len(self.backends)
-        request = Request(0, self._now_s(), 128, 0)
-        question = Question(request, np.ones(count, np.bool_), frozenset(), True, np.zeros(count, np.int64))
-        self.scheduler.rehearse(question)
-        ClassExperience(1).observe(0.0, 0, 0, (1.0, 1.0), (1.0, 1.0))  # what an answer's end will want
-        LengthEstimator().observe(0, 1)
+        """Do once what will be computed for calls, so that none waits for the compiled code to be loaded (a second)."""
+        rehearse_decision(self.scheduler, len(self.backends), self._now_s())
+        rehearse_answers(self.telemetry.cluster)
 
     async def start(self) -> None:
         """Start every group that is not parked; returns when one can serve. The others are waited for and kept up beside."""

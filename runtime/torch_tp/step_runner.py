@@ -225,12 +225,12 @@ class StepRunner:
 
         def work() -> Prepared:
             loaded_bytes, received = model.loaded_bytes, 0
-            if order.plan is not None:
-                model.ready_plan(order.plan)
-            if mover is not None:
+            if mover is not None:  # first: the other ranks wait for what it sends
                 received = -mover.received_bytes
                 mover.copy_ahead()
                 received += mover.received_bytes
+            if order.plan is not None:
+                model.ready_plan(order.plan)
             return Prepared(slots, model.loaded_bytes - loaded_bytes, received, time.perf_counter() - began_s)
 
         return work

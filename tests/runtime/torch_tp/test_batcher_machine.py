@@ -38,12 +38,14 @@ class BatcherMachine(RuleBasedStateMachine):
     come in order, every request ends once. At the end everything that is left is served, in bounded time."""
 
     @initialize(
-        pool=st.integers(40, 300), slots=st.integers(1, 6), growth=st.integers(1, 40), block=st.integers(1, 8), is_short=st.booleans()
-    )
-    def begin(self, pool, slots, growth, block, is_short):
+        pool=st.integers(40, 300), slots=st.integers(1, 6), growth=st.integers(1, 40), block=st.integers(1, 8), is_short=st.booleans(),
+        kept_slots=st.none() | st.integers(0, 5), kept_tokens=st.none() | st.integers(0, 40),
+    )  # fmt: skip
+    def begin(self, pool, slots, growth, block, is_short, kept_slots, kept_tokens):
         chosen = BatcherSettings(
             context_tokens=120, kv_tokens_max=pool, slots_max=slots, vocabulary=VOCABULARY, eos_ids=(EOS,), queue_limit=12,
             chunk_tokens_max=32, chunk_tokens_min=4, growth_tokens=growth, block_tokens=block, starve_after_s=0.5, head_start_s=0.3,
+            priority_slots=kept_slots if kept_slots is None else min(kept_slots, slots - 1), priority_kv_tokens=kept_tokens,
         )  # fmt: skip
         self.batcher = Batcher(chosen, lengths=short_answers_expected() if is_short else None)
         self.ranks = ToyRanks(slots, pool)
@@ -108,6 +110,34 @@ class BatcherMachine(RuleBasedStateMachine):
     def ask(self):
         self.command = self.batcher.next_step(self.now_s)
         self.take(self.batcher.drain_events())
+
+    @precondition(lambda self: self.command is None)
+    @rule(prompt=prompts, answer=st.integers(1, 20))
+    def an_urgent_request_begins_at_once(self, prompt, answer):
+        """Where no other of its kind is inside and it fits into what is kept for them, whoever else runs or waits."""
+        limits, batch = self.batcher.settings, self.batcher._batch
+        if any(resident.is_urgent for resident in (*batch.running.values(), *batch.waiting)):
+            return
+        self.submit(prompt, answer, 1, True, None)
+        name = f"r{self.count}"
+        resident = self.batcher._residents.get(name)
+        if resident is None or limits.kept_slots == 0 or batch._tokens_to_reserve(resident) > limits.kept_kv_tokens or self.has_lone_giant:
+            return
+        self.ask()
+        assert self.command is not None and name in {part.request_id for part in self.command.slices}
+
+    @property
+    def has_lone_giant(self) -> bool:
+        """Whether a request of normal priority runs that alone takes of what is kept."""
+        limits, running = self.batcher.settings, self.batcher._batch.running.values()
+        return sum(self.batcher._batch._reserved(s) for s in running if not s.is_urgent) > limits.kv_tokens_max - limits.kept_kv_tokens
+
+    @invariant()
+    def what_is_kept_for_urgent_requests_is_left_to_them(self):
+        if hasattr(self, "batcher"):
+            limits, normal = self.batcher.settings, [s for s in self.batcher._batch.running.values() if not s.is_urgent]
+            assert len(normal) <= max(1, limits.slots_max - limits.kept_slots)
+            assert len(normal) <= 1 or not self.has_lone_giant
 
     @precondition(lambda self: self.command is not None)
     @rule()
