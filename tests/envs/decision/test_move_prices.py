@@ -41,12 +41,13 @@ def test_prices_follow_what_was_measured_of_the_groups_concerned_and_no_others(g
     prices, untouched = CallMovePrices(groups, weight=1.0), CallMovePrices(groups)
     prices.was_copied(0, 1000, 1.0)
     prices.copied_call_paused(0, 0.2)
+    assert prices.are_measured(0) and not prices.are_measured(1) and not untouched.are_measured(0)
     assert prices.copied_s(0, 1000) == pytest.approx(0.2 + 0.25)
     assert prices.copied_s(0, 2000) == pytest.approx(0.2 + 0.5)
     expected_s = prices.again_s(state, 1, 1000)
-    prices.computed_call_paused(1, expected_s, 3 * expected_s)
+    prices.computed_call_paused(0, 1, expected_s, 3 * expected_s)
     assert prices.again_s(state, 1, 1000) == pytest.approx(3 * expected_s)
-    prices.computed_call_paused(1, 3 * expected_s, 3 * expected_s)  # as thought: nothing to learn
+    prices.computed_call_paused(0, 1, 3 * expected_s, 3 * expected_s)  # as thought: nothing to learn
     assert prices.again_s(state, 1, 500) == pytest.approx(3 * untouched.again_s(state, 1, 500))
     assert prices.copied_s(1, 1000) == untouched.copied_s(1, 1000)
     assert prices.again_s(state, 0, 1000) == untouched.again_s(state, 0, 1000)
@@ -55,5 +56,5 @@ def test_prices_follow_what_was_measured_of_the_groups_concerned_and_no_others(g
 def test_one_wild_measurement_does_not_run_away(groups, state):
     prices = CallMovePrices(groups)
     declared_s = prices.again_s(state, 0, 100)
-    prices.computed_call_paused(0, declared_s, 1e9)
+    prices.computed_call_paused(1, 0, declared_s, 1e9)
     assert prices.again_s(state, 0, 100) <= 50 * declared_s * (1 + 1e-9)
