@@ -65,8 +65,9 @@ class CallMovePrices:
     def __init__(self, groups: Sequence[TpGroup], weight: float = 0.3) -> None:
         self._groups, self._weight = tuple(groups), weight
         links = [group.outer_link for group in groups]
-        self._copies = [CopyPrice(link.alpha_s, 1.0 / max(link.beta_s_per_byte, 1e-15), weight=weight) for link in links]
+        self._copies = [CopyPrice(link.alpha_s, 1.0 / link.beta_s_per_byte, weight=weight) for link in links]
         self._again_factor = np.ones(len(groups))  # by target: pause of a call that was computed again ÷ predicted
+        self._has_left = np.zeros(len(groups), np.bool_)  # by source: whether a call that left it was ever measured
 
     def copied_s(self, source: int, kv_tokens: int) -> float:
         return self._copies[source].cost_s(self._bytes(source, kv_tokens))
@@ -74,15 +75,20 @@ class CallMovePrices:
     def again_s(self, state: L.KernelState, target: int, kv_tokens: int) -> float:
         return recompute_s(state, target, kv_tokens) * float(self._again_factor[target])
 
+    def are_measured(self, source: int) -> bool:
+        return bool(self._has_left[source])
+
     def was_copied(self, source: int, kv_tokens: int, seconds: float) -> None:
         """Copying the KV of so many tokens out of `source`, and into the target, took so long."""
         self._copies[source].learn_copy(self._bytes(source, kv_tokens), seconds)
 
     def copied_call_paused(self, source: int, seconds: float) -> None:
+        self._has_left[source] = True
         self._copies[source].learn_pause(seconds)
 
-    def computed_call_paused(self, target: int, expected_s: float, seconds: float) -> None:
+    def computed_call_paused(self, source: int, target: int, expected_s: float, seconds: float) -> None:
         """A call that was computed again, for which `again_s` said `expected_s`, made no token for so long."""
+        self._has_left[source] = True
         factor = self._again_factor[target]
         seen = factor * seconds / max(expected_s, 1e-6)
         self._again_factor[target] = np.clip(factor + self._weight * (seen - factor), *AGAIN_FACTOR_BOUNDS)

@@ -167,11 +167,11 @@ class EmulatedBackend:
 
     def _tokens_held(self, call_id: str) -> int:
         self._advance(self._now_s())
-        key = next((key for key, name in self._names.items() if name == call_id), None)
-        inside = None if key is None or not self.is_alive else self._inside[key]
-        if inside is None or inside.is_over or self._state.slot_int[0, inside.slot, L.SI_REQUEST] != key:
-            return 0
-        return int(self._state.slot_int[0, inside.slot, L.SI_DONE])
+        for row in self._reader.residents(0).tolist():
+            if self._names.get(row[R.V_REQUEST]) == call_id and row[R.V_ADMITTED]:
+                held = row[R.V_PROMPT] + row[R.V_GENERATED] - row[R.V_PREFILL_LEFT]
+                return int(held) if row[R.V_PREFILL_LEFT] else int(held) - 1  # the last token's is still to come
+        return 0
 
     async def take_kv(self, part: KvPart) -> None:
         if not self.is_alive:

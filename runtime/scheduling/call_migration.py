@@ -45,11 +45,8 @@ class CallMigration:
         flight = self._running(g, command.argument)
         if flight is None:
             raise MoveRefused("the call has ended, or waits again")
-        kv_tokens = self._kv_tokens(flight)
-        copied_s = self.prices.copied_s(g, kv_tokens)
-        again_s = self.prices.again_s(dispatcher.telemetry.model.state, target, kv_tokens)
-        home, why_not = dispatcher.backends[g].kv_home, ""
-        if home is None or home != dispatcher.backends[target].kv_home:
+        kv_tokens, (copied_s, again_s), why_not = self._kv_tokens(flight), self._prices_s(flight, target), ""
+        if not self._share_home(g, target):
             why_not = "KV cannot be copied between these groups"
         elif copied_s < again_s:
             why_not = await self._copy(flight, target)
@@ -67,7 +64,7 @@ class CallMigration:
             if where == target and is_copied:
                 self.prices.copied_call_paused(g, paused_s)
             elif where == target:
-                self.prices.computed_call_paused(target, again_s, paused_s)
+                self.prices.computed_call_paused(g, target, again_s, paused_s)
             name = dispatcher.backends[where].name
             logger.info("moved call goes on call=%s group=%s is_copied=%s paused_s=%.4f", flight.call_id, name, is_copied, paused_s)
             on_resumed(paused_s)
@@ -79,6 +76,23 @@ class CallMigration:
         if is_copied:
             return Migrated(f"{COPIED}: {prices} for computing {kv_tokens} tokens again", copied_s)
         return Migrated(f"{COMPUTED_AGAIN}: {why_not}; copying {kv_tokens} tokens {prices}", again_s)
+
+    def measured_price_s(self, command: Command) -> float | None:
+        """What the move is expected to cost; None before any that left the group was measured, or where the call does not run there."""
+        g, flight = command.group_index, self._running(command.group_index, command.argument)
+        if flight is None or not self.prices.are_measured(g):
+            return None
+        copied_s, again_s = self._prices_s(flight, command.target_index)
+        return min(copied_s, again_s) if self._share_home(g, command.target_index) else again_s
+
+    def _prices_s(self, flight: Flight, target: int) -> tuple[float, float]:
+        """Of a copy, and of computing again at the target."""
+        kv_tokens, state = self._kv_tokens(flight), self._dispatcher.telemetry.model.state
+        return self.prices.copied_s(flight.group_index, kv_tokens), self.prices.again_s(state, target, kv_tokens)
+
+    def _share_home(self, g: int, target: int) -> bool:
+        home = self._dispatcher.backends[g].kv_home
+        return home is not None and home == self._dispatcher.backends[target].kv_home
 
     def _running(self, g: int, request_id: int) -> Flight | None:
         return next((f for f in self._dispatcher.telemetry.flights.running[g] if f.request.request_id == request_id), None)

@@ -187,13 +187,16 @@ class ControlLoop:
         )  # fmt: skip
 
     def _with_measured_prices(self, found: MoveCandidates) -> MoveCandidates:
-        """A change of split costs what the last ones of its group did, where there were any."""
+        """A change of split costs what the last ones of its group did, where there were any, and so does moving a call."""
         moves = found.moves.copy()
         for index, command in enumerate(found.commands):
+            price_s = None
             if command.kind in (CommandKind.SET_SPLIT, CommandKind.FALL_BACK, CommandKind.RESTORE):
                 price_s = self.dispatcher.plans.split_price_s(command.group_index)
-                if price_s is not None:
-                    moves[index, PRICE] = np.log1p(price_s)
+            elif command.kind is CommandKind.MIGRATE:
+                price_s = self.moves.migration.measured_price_s(command)
+            if price_s is not None:
+                moves[index, PRICE] = np.log1p(price_s)
         return replace(found, moves=moves)
 
     def _order(self, found: MoveCandidates, index: int, source: str, reason: str) -> None:

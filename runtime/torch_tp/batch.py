@@ -138,10 +138,17 @@ class Batch:
         others = [s for s in self.running.values() if s is not resident and s not in displaced]
         if resident.is_urgent or not others:
             return True
-        normal = [s for s in others if not s.is_urgent]
-        settings = self.settings
+        return self._leaves_it_beside(others, tokens)
+
+    def _leaves_it_beside(self, others: Iterable[Resident], tokens: int) -> bool:
+        """Whether one more slot of `tokens` beside those of `others` leaves what is kept."""
+        settings, normal = self.settings, [s for s in others if not s.is_urgent]
         held = sum(self._reserved(s) for s in normal)
         return len(normal) < settings.slots_max - settings.kept_slots and held + tokens <= settings.kv_tokens_max - settings.kept_kv_tokens
+
+    def expect(self, ids: Sequence[int], tokens: int) -> int | None:
+        """See `SlotPool.expect`; under the plan of new requests, and leaving what is kept for those above normal priority."""
+        return self.pool.expect(ids, self.plan_version, tokens) if self._leaves_it_beside(self.running.values(), tokens) else None
 
     def _reserved(self, resident: Resident) -> int:
         """Tokens that its slot has room for."""

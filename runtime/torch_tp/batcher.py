@@ -220,8 +220,8 @@ class Batcher:
         return resident.slot, tuple(resident.ids[: resident.computed]), resident.request.tokens_needed
 
     def expect(self, ids: Sequence[int], tokens: int) -> int | None:
-        """See `SlotPool.expect`; under the plan of new requests. What arrives is of use to any request that begins alike."""
-        return self._batch.pool.expect(ids, self._batch.plan_version, tokens)
+        """See `Batch.expect`. What arrives is of use to any request that begins alike."""
+        return self._batch.expect(ids, tokens)
 
     def is_at_ranks(self, slot: int) -> bool:
         """Whether the ranks know of an expected slot."""

@@ -146,7 +146,7 @@ class KvHandovers:
             elif part.slot is None:
                 part.slot = self._batcher.expect(given.ids[: given.start], given.file.tokens)
                 if part.slot is None:
-                    raise GroupError("no room for the KV of one more request")
+                    raise GroupError("no room for the KV of one more request, or what came of it before is gone")
             if not self._batcher.is_at_ranks(part.slot):
                 return  # with the next step
             if part.gives is None and not self._batcher.is_expected(part.slot):

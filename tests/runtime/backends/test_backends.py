@@ -8,7 +8,7 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from runtime.backends.interface import BackendFault, BadCall, Begun
+from runtime.backends.interface import BackendFault, BadCall, Begun, KvPart, MoveRefused
 from runtime.torch_tp.requests import SamplingSettings
 from tests.runtime.backends import backend_kinds
 from tests.runtime.scheduling.service_parts import call
@@ -214,3 +214,34 @@ def test_close_ends_open_streams_with_a_fault(make):
         assert (await collect(backend, ask()))[-1].finish_reason == "length"
 
     play(make(slow_factor=8.0), body)
+
+
+def test_kv_goes_along_to_another_group_of_its_home_and_nowhere_else(make):
+    """While it runs on; the call then begins there with all of its prompt, and gives the same answer. A foreign server refuses both."""
+
+    async def body(source, target):
+        asked, pieces = ask(LONG if source.keeps_prefixes else 40), []
+        assert (source.kv_home is None) == (source.can == frozenset()) and source.kv_home == target.kv_home
+        stream = source.submit(asked)
+        async for piece in stream:
+            pieces.append(piece)
+            if len(shown(pieces)) == 20:
+                break
+        if source.kv_home is None:
+            for order in (source.give_kv(asked.call_id, 0), target.take_kv(KvPart(5, 0, 0.0, None))):
+                with pytest.raises(MoveRefused, match="foreign"):
+                    await order
+            await stream.aclose()
+            return
+        part = await source.give_kv(asked.call_id, 0)
+        assert part.tokens >= asked.prompt_tokens + 18 and part.kv_bytes > 0 and part.seconds >= 0
+        await target.take_kv(part)
+        with pytest.raises(MoveRefused):
+            await source.give_kv("nobody", 0)
+        await stream.aclose()
+        handed, again = await collect(target, asked, begun_by(pieces)), await collect(source, asked)
+        assert [piece.token for piece in (*pieces, *handed) if piece.token is not None] == [p.token for p in again if p.token is not None]
+        if target.keeps_prefixes:
+            assert handed[-1].times.hit_tokens == asked.prompt_tokens
+
+    play([make(0, slow_factor=20.0), make(1, slow_factor=20.0)], body)

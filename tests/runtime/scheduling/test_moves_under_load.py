@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from envs.decision.split_planner import CORNERS
-from envs.domain.commands import CommandKind
+from envs.domain.commands import Command, CommandKind
 from runtime.calls import Call
 from runtime.scheduling.prefix_memory import block_keys
 from runtime.torch_tp.communicators.segment_names import segment_folder
@@ -133,6 +133,7 @@ async def _begun(service: MovingService, asked: Call) -> tuple[asyncio.Task, lis
 def _priced_for(service: MovingService, copied: bool) -> None:
     """Prices as if they had been measured."""
     service.control.moves.migration.prices._again_factor[:] = 50.0 if copied else 0.05
+    service.control.moves.migration.prices._has_left[:] = True
     for price in service.control.moves.migration.prices._copies:
         price.pause_s, price.bytes_per_s = (1e-6, 1e12) if copied else (10.0, 1e3)
 
@@ -150,8 +151,10 @@ def test_a_moved_call_takes_its_kv_along_where_that_is_cheaper(service: MovingSe
         prices = moves.migration.prices
         before = prices._copies[home].pause_s, float(prices._again_factor[1 - home])
         counted = service.dispatcher.counts["moved_calls_copied"]
+        listed_s = moves.migration.measured_price_s(Command(CommandKind.MIGRATE, home, 1 - home, number))
         move = await service.order(CommandKind.MIGRATE, home, 1 - home, number)
         assert (move.outcome, move.error) == ("done", "")
+        assert listed_s is not None and 0.0 < listed_s <= move.price_s < 1.5 * listed_s  # it has a few more tokens by now
         assert move.detail.startswith("KV copied" if copied else "computed again: dearer") and " s against " in move.detail
         assert service.dispatcher.counts["moved_calls_copied"] == counted + copied
         expected_s = move.price_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from itertools import count
 
 import pytest
@@ -10,10 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.torch_tp import kv_slots
+from runtime.torch_tp.communicators.segment_names import segment_name
 from runtime.torch_tp.config import config_of
+from runtime.torch_tp.kv_carrier import KvCarrier
+from runtime.torch_tp.kv_file import KvFile
 from runtime.torch_tp.kv_pages import PAGE_TOKENS, PagedKv
 from runtime.torch_tp.kv_slots import SlotKv
 from runtime.torch_tp.kv_store import KvFull, Span
+from runtime.torch_tp.orders import CarryOrder
 from runtime.torch_tp.shares import Interval
 
 CONFIG = config_of(
@@ -250,3 +256,58 @@ def test_pages_of_two_plans_share_one_pool():
     assert kv.pages_free == (64 // PAGE_TOKENS + 2) * 6
     kv.allocate(0, 2, 33)
     assert kv.pages_free == (64 // PAGE_TOKENS + 2) * 6 - 3 * 6
+
+
+# --- carried through a file -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture()
+def file():
+    made = KvFile(segment_name(os.getpid(), 1, "kv-test"), CONFIG.layers, CONFIG.kv_heads, 40, CONFIG.head_dim, "float32")
+    made.create()
+    yield made
+    made.remove()
+
+
+def carry(kv, order, generation_of=lambda slot: 0):
+    return KvCarrier(threading.Lock(), generation_of).begin(kv, order)()
+
+
+@pytest.mark.parametrize("giver", [SlotKv, PagedKv], ids=["from slots", "from pages"])
+@pytest.mark.parametrize("taker", [SlotKv, PagedKv], ids=["to slots", "to pages"])
+def test_a_slot_goes_through_a_file_in_parts(file, giver, taker):
+    """Two ranks of a store write their heads (one of them both have), one of the other reads its own, the rest of them later: what comes
+    out is what `export` of the givers says."""
+    sides = [store(giver), store(giver)]
+    sides[1].add_plan(3, (Interval(2, 4), Interval(0, 2)))
+    values = numbers(CONFIG.layers, 2, CONFIG.kv_heads, 37, CONFIG.head_dim)
+    for version, kv in ((1, sides[0]), (3, sides[1])):
+        kv.allocate(4, version, 40)
+        for layer, held in enumerate(kv.heads(4)):
+            kv.import_(4, layer, held, 0, values[layer, :, held.start : held.end])
+    goal = store(taker)
+    goal.allocate(2, 2, 40)
+    for start, end in ((0, 20), (20, 37)):
+        for kv in sides:
+            given = carry(kv, CarryOrder(file, 4, start, end, True, 10.0))
+            assert not given.error and given.kv_bytes == sum(own.width for own in kv.heads(4)) * (end - start) * 2 * CONFIG.head_dim * 4
+        taken = carry(goal, CarryOrder(file, 2, start, end, False, 10.0))
+        assert not taken.error and goal.length(2) == end
+    for layer, held in enumerate(NARROW):
+        assert torch.equal(goal.export(2, layer, held, 0, 37), values[layer, :, held.start : held.end])
+
+
+def test_a_carrier_says_what_went_wrong_and_stops(file, kv):
+    """A slot given up meanwhile, one that holds less, a deadline, a file that is gone: an error in words, never an exception."""
+    kv.allocate(0, 1, 40)
+    kv.import_(0, 0, WIDE[0], 0, numbers(2, 3, 30, 4))
+    generations = count()
+    order = CarryOrder(file, 0, 0, 30, True, 10.0)
+    assert "given up" in carry(kv, order, lambda slot: next(generations)).error
+    assert "holds 30 tokens" in carry(kv, CarryOrder(file, 0, 0, 31, True, 10.0)).error
+    assert "not carried within" in carry(kv, CarryOrder(file, 0, 0, 30, True, 0.0)).error
+    assert "not allocated" in carry(kv, CarryOrder(file, 5, 0, 30, False, 10.0)).error
+    file.remove()
+    assert "No such file" in carry(kv, order).error
+    with pytest.raises(ValueError, match="segment_name"):
+        KvFile("passwd", 1, 1, 1, 1, "float32")
