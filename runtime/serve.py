@@ -148,10 +148,17 @@ async def serve(config: ServiceConfig, read_again: Callable[[], ServiceConfig]) 
         asyncio.get_running_loop().add_signal_handler(number, stop)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     starting = asyncio.create_task(_announce(service, config, port))
-    # what cannot start at all must not listen on for ever
-    starting.add_done_callback(lambda done: stop() if not done.cancelled() and done.exception() is not None else None)
+
+    def look_at(started: asyncio.Task[None]) -> None:
+        """What cannot start at all must not listen on for ever."""
+        if not server.should_exit and not started.cancelled() and started.exception() is not None:
+            stop()
+
+    starting.add_done_callback(look_at)
     try:
         await server.serve(sockets=[listening])
+        if server.force_exit:  # uvicorn then leaves this out, and the loop's end would cancel it with a traceback
+            await server.lifespan.shutdown()
     finally:
         starting.cancel()
         await asyncio.wait([starting])

@@ -15,7 +15,7 @@ from envs.decision.candidate_bounds import candidates_max
 from envs.decision.circuit_breaker import State
 from envs.domain.snapshot import BoolArray
 from envs.scenario.cluster_spec import ClusterSpec
-from runtime.backends.emulated import EmulatedBackend
+from runtime.backends.emulated import EmulatedBackend, rehearse
 from runtime.backends.emulated_kernel import KernelSettings
 from runtime.backends.group_messages import HostSettings
 from runtime.backends.interface import Backend
@@ -114,12 +114,20 @@ class Service:
         """Returns when the first group can serve."""
         if self.recorder is not None:
             self.recorder.start()
-        self.dispatcher.load_kernels()
+        self._load_kernels()
         await self.dispatcher.start()
         await self.control.start()
         if self.rollout is not None:
             await self.rollout.start()
         self.has_started = True
+
+    def _load_kernels(self) -> None:
+        """All compiled code that serving will need; what compiles it is given back afterwards (`runtime.process_memory`)."""
+        self.dispatcher.load_kernels()
+        self.control.rehearse()
+        emulated = [g for g, entry in enumerate(self.config.groups) if entry.kind == "emulated"]
+        if emulated:
+            rehearse(self.config.cluster.groups[emulated[0]], self.config.cluster.limits)
 
     async def close(self) -> None:
         if self.rollout is not None:

@@ -19,7 +19,7 @@ import numpy as np
 from agents.heuristics import make as make_heuristic
 from agents.heuristics.controlling import GAIN, KEEP, PRICE, TARGET_BACKLOG
 from envs.decision.actions import Decision, DecisionPoint, Scheduler
-from envs.decision.move_candidates import MoveCandidates, rebalance_candidates, split_candidates
+from envs.decision.move_candidates import DeclaredHealth, MoveCandidates, rebalance_candidates, split_candidates
 from envs.decision.move_discipline import MoveDiscipline
 from envs.decision.observation import encode
 from envs.domain.commands import CommandKind
@@ -61,6 +61,9 @@ class Decider:
             index, source = self._by_heuristic(point), HEURISTIC
         self.counts[source, cause] += 1
         return index, source, cause
+
+    def rehearse(self, point: DecisionPoint) -> None:
+        self._heuristic.choose(point)
 
     async def _by_policy(self, point: DecisionPoint) -> tuple[int | None, str]:
         assert self.guard is not None
@@ -108,6 +111,17 @@ class ControlLoop:
         self._task: asyncio.Task[None] | None = None
         self._carrying: set[asyncio.Task[object]] = set()
 
+    def rehearse(self) -> None:
+        """Both decisions, of which nothing comes: loads the compiled code that they need."""
+        dispatcher = self.dispatcher
+        view, tables, plans = dispatcher.view(), dispatcher.telemetry.experience.tables, tuple(dispatcher.plans.plans)
+        view = view._replace(is_up=np.ones_like(view.is_up))  # nothing is planned for groups that are down
+        for decision in DECISIONS:
+            found = _CANDIDATES[decision](view, dispatcher.telemetry.groups, plans, tables, self._declared_health())
+            point = DecisionPoint(decision, view, found.commands, found.mask, tables, moves=found.moves)
+            encode(point, len(point.commands))
+            self.deciders[decision].rehearse(point)
+
     async def start(self) -> None:
         for decider in self.deciders.values():
             if decider.guard is not None:
@@ -148,10 +162,7 @@ class ControlLoop:
     async def _decide(self, decision: Decision) -> None:
         dispatcher, began_s = self.dispatcher, self._now_s()
         view, tables = dispatcher.view(), dispatcher.telemetry.experience.tables
-        chosen = self.settings
-        health = dispatcher.plans.declared_health(
-            self.moves.may_start(), chosen.cold_start_s, chosen.rebuild_s, chosen.fall_back_stay_s
-        )  # fmt: skip
+        health = self._declared_health()
         make, plans = _CANDIDATES[decision], tuple(dispatcher.plans.plans)
         # planning takes milliseconds where a mix is new, and calls must not wait for it
         found = await asyncio.to_thread(make, view, dispatcher.telemetry.groups, plans, tables, health)
@@ -168,6 +179,12 @@ class ControlLoop:
             return
         self.recent.note(point, mask, smaller, source, cause, self._now_s() - began_s, why_not)
         self._order(found, smaller, source, reason_of(found, smaller) + ("; tried before a larger move" if smaller != index else ""))
+
+    def _declared_health(self) -> DeclaredHealth:
+        chosen = self.settings
+        return self.dispatcher.plans.declared_health(
+            self.moves.may_start(), chosen.cold_start_s, chosen.rebuild_s, chosen.fall_back_stay_s
+        )  # fmt: skip
 
     def _with_measured_prices(self, found: MoveCandidates) -> MoveCandidates:
         """A change of split costs what the last ones of its group did, where there were any."""

@@ -21,9 +21,7 @@ import numpy as np
 from agents.heuristics import make as make_heuristic
 from envs.decision import predictor as P
 from envs.decision.circuit_breaker import BreakerPanel, BreakerSettings, ClassBreaker, Outcome, ProbeLease, State
-from envs.decision.class_experience import ClassExperience
 from envs.decision.class_timeouts import ClassTimeouts
-from envs.decision.length_estimator import LengthEstimator
 from envs.decision.overload import OverloadControl
 from envs.decision.retry_budget import RetryBudget
 from envs.domain.commands import Command, CommandKind
@@ -40,6 +38,7 @@ from runtime.scheduling.in_flight import Flight
 from runtime.scheduling.online_scheduler import OVERLOADED, Decided, OnlineScheduler, Question
 from runtime.scheduling.policy_guard import PolicyGuard
 from runtime.scheduling.prefix_memory import PrefixMemory, block_keys
+from runtime.scheduling.rehearsal import rehearse_answers, rehearse_decision
 from runtime.scheduling.served_plans import ServedPlans
 from runtime.scheduling.stream_pace import StreamPace
 from runtime.scheduling.stream_watch import StreamWatch
@@ -124,13 +123,9 @@ class Dispatcher:
     # --- life ---------------------------------------------------------------------------------------------------------------
 
     def load_kernels(self) -> None:
-        """Make a decision of nobody's and drop it, so that no caller waits for the compiled code to be loaded (a second)."""
-        count = len(self.backends)
-        request = Request(0, self._now_s(), 128, 0)
-        question = Question(request, np.ones(count, np.bool_), frozenset(), True, np.zeros(count, np.int64))
-        self.scheduler.rehearse(question)
-        ClassExperience(1).observe(0.0, 0, 0, (1.0, 1.0), (1.0, 1.0))  # what an answer's end will want
-        LengthEstimator().observe(0, 1)
+        """Do once what will be computed for calls, so that none waits for the compiled code to be loaded (a second)."""
+        rehearse_decision(self.scheduler, len(self.backends), self._now_s())
+        rehearse_answers(self.telemetry.cluster)
 
     async def start(self) -> None:
         """Start every group that is not parked; returns when one can serve. The others are waited for and kept up beside."""
@@ -270,6 +265,7 @@ class Dispatcher:
     async def _serve(self, call: Call, request: Request) -> AsyncIterator[Piece]:
         sent, failed, attempts, is_retry, is_counted = _Sent(), set[int](), 0, False, True
         back: GivenBack | None = None
+        resumed: Callable[[int], None] | None = None
         is_new = True
         self.retries.start_request()
         try:
@@ -277,10 +273,9 @@ class Dispatcher:
                 begun = sent.begun()
                 if attempts or back is not None:
                     begun = replace(begun, waited_s=self._now_s() - request.arrival_s)
-                if back is None or (attempt := await self._go_on_at(back, call, request, begun)) is None:
+                if back is None or (attempt := self._go_on_at(back, call, request, begun)) is None:
                     attempt = await self._place(call, request, begun, frozenset(failed), is_new)
-                elif back.copy_s is not None:
-                    begun = replace(begun, kv_tokens=call.prompt_tokens + begun.pieces)
+                resumed = resumed if back is None else back.resumed
                 attempts, back, is_new = attempts + 1, None, False
                 attempt.flight.continues_at = partial(self._continues_at, call, sent)
                 try:
@@ -290,6 +285,9 @@ class Dispatcher:
                                 self.retries.finish(True)
                                 self.retries.start_request()
                                 is_retry = False
+                            if resumed is not None:
+                                resumed(attempt.group_index)
+                                resumed = None
                             sent.add(piece)
                             yield piece
                             if piece.finish_reason is not None:
@@ -324,13 +322,9 @@ class Dispatcher:
     def _continues_at(self, call: Call, sent: _Sent, g: int) -> bool:
         return bool(self._fits(call)[g]) and (not sent.pieces or self.backends[g].continues(call, sent.begun()))
 
-    async def _go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> _Attempt | None:
-        """An attempt at the group that a moved call was promised, its KV copied if that was the cheaper way; None where it takes no
-        calls."""
-        asked_s = self._now_s()
-        if back.copy_s:
-            await asyncio.sleep(min(back.copy_s, max(0.0, call.deadline_s - self._now_s())))
-        g = back.target
+    def _go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> _Attempt | None:
+        """An attempt at the group that a moved call was promised; None where it takes no calls."""
+        asked_s, g = self._now_s(), back.target
         if (
             g is None
             or not (self.view().accepts[g] and self._fits(call)[g])

@@ -130,6 +130,7 @@ class OnlineScheduler:
         point = point_of(question, self._view(), self._tables())
         encode(point, len(point.commands))
         self.heuristic.choose(point)
+        OverloadControl().judge(point, 0)
 
     async def _has_turn(self, patience_s: float) -> bool:
         if not self._turn.locked():

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import yaml
 
 import runtime.serve as serve_module
 from agents.policy_bundle import write_bundle
+from benchmarks.listening_sockets import listening_of, still_listening
 from envs.scenario.scenario_error import ScenarioError
 from runtime.service_config import load_service
 from tests.conftest import PROJECT
@@ -29,20 +31,21 @@ START_S = 120.0
 
 
 class Running:
-    """A service process on a free port."""
+    """A service process on a free port, once it has said `until`."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, until: str = "ready on", **environment: str) -> None:
         command = [sys.executable, "-m", "runtime", "serve", "--port", "0", *arguments]
-        env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+        env = {**os.environ, "PYTHONPATH": str(PROJECT), **environment}
         self.process = subprocess.Popen(command, cwd=PROJECT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         end_s = time.monotonic() + START_S
-        while not (found := [line for line in self.lines if line.startswith("ready on")]):
+        while not (found := [line for line in self.lines if until in line]):
             assert self.process.poll() is None and time.monotonic() < end_s, "".join(self.lines)
             time.sleep(0.05)
-        self.url = re.search(r"http://\S+?(?=;)", found[0]).group()
+        url = re.search(r"http://\S+?(?=;)", found[0])
+        self.url = url.group() if url is not None else ""
 
     def _read(self) -> None:
         for line in self.process.stdout:
@@ -98,8 +101,10 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def emulated(kernels):
-    running = Running("--cluster", "unlike-3")
+def emulated(kernels, tmp_path_factory):
+    file = tmp_path_factory.mktemp("emulated") / "service.yaml"
+    file.write_text(yaml.safe_dump({"cluster": "unlike-3", "control": {"tick_s": 0.1}}))
+    running = Running("--config", str(file), NUMBA_DEBUG_CACHE="1")  # which says each kernel that is compiled or read from disk
     yield running
     running.stop()
 
@@ -129,6 +134,18 @@ def test_the_gateway_process_holds_no_torch_and_no_simulator(emulated):
 def test_too_much_is_refused_with_the_limit_named(emulated):
     status, body, _ = emulated.post("/v1/completions", {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 9000})
     assert status == 400 and "8192" in body["error"]["message"]
+
+
+def test_no_kernel_is_loaded_once_it_is_ready(emulated):
+    """On a new installation loading is compiling: seconds, in which no stream would get a token. Enough requests that the predictor's
+    tables are made anew, a few hundred gaps between tokens, and control ticks meanwhile."""
+    asked = {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 6, "ignore_eos": True}
+    with ThreadPoolExecutor(16) as callers:
+        answers = list(callers.map(lambda _: emulated.post("/v1/completions", asked)[0], range(80)))
+    assert answers == [200] * 80
+    ready = next(place for place, line in enumerate(emulated.lines) if line.startswith("ready on"))
+    assert any("[cache]" in line for line in emulated.lines[:ready])
+    assert [line for line in emulated.lines[ready:] if "[cache]" in line] == []
 
 
 def test_a_wait_for_the_kernels_is_said_and_nothing_else_is(monkeypatch, capfd):
@@ -213,7 +230,7 @@ CLUSTER = {
 
 
 @pytest.fixture(scope="module")
-def ranks(dreams, tmp_path_factory, kernels):
+def ranks_file(dreams, tmp_path_factory, kernels):
     """The small checkpoint on a slow pair and a slow single rank: about 10 ms a token."""
     folder = tmp_path_factory.mktemp("service")
     (folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
@@ -226,14 +243,34 @@ def ranks(dreams, tmp_path_factory, kernels):
         },
         "dispatch": {"restart_s": 0.2},
     }
-    (folder / "service.yaml").write_text(yaml.safe_dump(service))
-    running = Running("--config", str(folder / "service.yaml"))
+    file = folder / "service.yaml"
+    file.write_text(yaml.safe_dump(service))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def ranks(ranks_file):
+    running = Running("--config", ranks_file)
     yield running
     running.stop()
 
 
 def hosts(running: Running) -> list[int]:
     return [pid for pid in running.children() if "group_host" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_told_to_stop_before_it_is_ready_it_ends_at_once_and_quietly(ranks_file, times):
+    """Its ranks are loading meanwhile, and nobody waits until they have."""
+    running = Running("--config", ranks_file, until="Application startup complete")
+    for _ in range(times - 1):
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)  # two at once are one
+    began_s, children = time.monotonic(), running.children()
+    assert running.stop() == 0
+    took_s, said = time.monotonic() - began_s, "".join(running.lines)
+    assert took_s < 10.0 and not any(Path(f"/proc/{pid}").exists() for pid in children)
+    assert "ready on" not in said and "Traceback" not in said and "never retrieved" not in said, said
 
 
 def both_serve(running: Running) -> None:
@@ -331,15 +368,17 @@ def test_ready_is_false_while_nothing_can_make_a_token(ranks):
 
 @pytest.mark.fault("K21")
 def test_nothing_outlives_a_killed_service(dreams, ranks, tmp_path_factory):
-    """SIGKILL: within 5 s no process of it is left."""
+    """SIGKILL: within 5 s no process of it is left, and nobody listens on its port."""
     both_serve(ranks)
     children = ranks.children()
-    assert len(children) >= 4
+    ports = listening_of([ranks.process.pid, *children])
+    assert len(children) >= 4 and ports
     ranks.process.kill()
     ranks.process.wait(5)
     end_s = time.monotonic() + 5.0
-    while any(Path(f"/proc/{pid}").exists() for pid in children):
-        assert time.monotonic() < end_s, [Path(f"/proc/{p}/cmdline").read_text() for p in children if Path(f"/proc/{p}").exists()]
+    while any(Path(f"/proc/{pid}").exists() for pid in children) or still_listening(ports):
+        left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children if Path(f"/proc/{pid}").exists()]
+        assert time.monotonic() < end_s, left + still_listening(ports)
         time.sleep(0.05)
 
 
