@@ -1,0 +1,247 @@
+"""Known faults against the service itself, with real ranks of the small checkpoint: one service of three groups for all of them.
+
+Elsewhere: K21, K22 and K25 (`test_serve.py`), all sorts of losses under load (`test_drill.py`), answers of scripted servers (`backends`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from benchmarks.drill_service import DrilledService, children, write_files
+from benchmarks.listening_sockets import listening_of
+from runtime.torch_tp.config import read_config
+from tests.conftest import PROJECT
+
+GROUPS = {"pair": (6.0, 12.0), "trio": (6.0, 9.0, 12.0), "single": (8.0,)}
+"""The small checkpoint has 4 query heads: three ranks cannot share them evenly."""
+POOL_TOKENS, CONTEXT_TOKENS = 112, 128
+ASKED = {"model": "drilled", "prompt": list(range(3, 15)), "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+SLOWER = 3.0
+"""What a limit in seconds is multiplied by here: tests share their cores."""
+
+
+@pytest.fixture(scope="module")
+def service(dreams, tmp_path_factory, kernels) -> Iterator[DrilledService]:
+    """Started with torch's default port taken; its KV pools hold less than the context."""
+    folder = tmp_path_factory.mktemp("faults")
+    file = write_files(folder, dreams, read_config(dreams), GROUPS)
+    cluster = yaml.safe_load((folder / "cluster.yaml").read_text())
+    cluster["limits"]["kv_blocks"] = POOL_TOKENS // cluster["limits"]["kv_block_tokens"]
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # somebody else has it: as good
+            taken.bind(("127.0.0.1", 29500))
+        with DrilledService(file, {name: len(ranks) for name, ranks in GROUPS.items()}) as running:
+            running.wait()
+            yield running
+    assert running.left() == []
+
+
+@pytest.fixture
+def client(service: DrilledService) -> Iterator[httpx.Client]:
+    """Begins and ends with every group whole."""
+    service.wait()
+    list(service.news())
+    with httpx.Client(base_url=service.url, timeout=90.0, trust_env=False) as found:
+        yield found
+    service.wait()
+
+
+def until(condition: Callable[[], Any], within_s: float, what: str) -> float:
+    """Seconds until it held."""
+    began_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began_s < within_s, f"not within {within_s:g} s: {what}"
+        time.sleep(0.01)
+    return time.monotonic() - began_s
+
+
+def strict(text: str) -> Any:
+    """JSON as the standard has it: no NaN, no Infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} in {text[:300]}")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def breakers(client: httpx.Client) -> list[tuple[str, str]]:
+    groups = strict(client.get("/admin/state").text)["groups"]
+    return [(group["breaker"]["state"], group["breaker"]["reason"]) for group in groups]
+
+
+def greedy(client: httpx.Client, **more: Any) -> str:
+    answer = client.post("/v1/completions", json=ASKED | more)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == ASKED["max_tokens"]
+    return str(answer.json()["choices"][0]["text"])
+
+
+@pytest.mark.fault("K13")
+def test_nothing_measured_yet(client):
+    """Before the first request every number that nobody knows is null, in strict JSON, and no metric is NaN."""
+    groups = strict(client.get("/admin/state").text)["groups"]
+    assert [group["attempts"] for group in groups] == [0] * len(GROUPS)
+    assert strict(client.get("/ready").text)["ready"] is True
+    page = client.get("/metrics").text
+    assert 'ballast_group_serving{group="pair"' in page and "nan" not in page.lower()
+
+
+@pytest.mark.fault("K18")
+def test_an_uneven_degree_says_what_one_rank_says_and_an_impossible_one_starts_nothing(client, service, tmp_path, dreams):
+    """Each group alone: three ranks over four heads give the greedy text of one rank. Five ranks are refused when the file is read."""
+    texts = {}
+    for name in GROUPS:
+        others = [other for other in GROUPS if other != name]
+        for other in others:
+            assert client.post(f"/admin/groups/{other}/drain", json={}).status_code == 200
+        before = {group["name"]: group["attempts"] for group in service.state()}
+        texts[name] = greedy(client)
+        after = {group["name"]: group["attempts"] for group in service.state()}
+        assert [other for other in others if after[other] != before[other]] == [] and after[name] > before[name]
+        for other in others:
+            assert client.post(f"/admin/groups/{other}/undrain", json={}).status_code == 200
+    assert len(set(texts.values())) == 1
+    file = write_files(tmp_path, dreams, read_config(dreams), {"five": (1.0,) * 5})
+    command = [sys.executable, "-m", "runtime", "serve", "--config", str(file), "--port", "0"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "possible degrees: 1 to 4" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.fault("K19")
+def test_nothing_listens_outside_loopback(service, client):
+    """Three groups were started at once with port 29500 taken; what they listen on is theirs, and 127.0.0.1's."""
+    family = [service.process.pid]
+    for pid in family:
+        family += children(pid)
+    assert len(family) > sum(map(len, GROUPS.values())) + len(GROUPS)
+    addresses = {address.partition(":")[0] for address in listening_of(family).values()}
+    assert addresses == {"0100007F"}  # 127.0.0.1
+
+
+@pytest.mark.fault("K10")
+def test_a_request_that_can_never_fit_is_refused_at_the_door(client):
+    """The context has 128 tokens, every pool 112: what needs more is refused with the limit named, in less than 100 ms at its
+    quickest, while three that fit are served."""
+    assert POOL_TOKENS < CONTEXT_TOKENS
+    with ThreadPoolExecutor(3) as pool:
+        good = [pool.submit(greedy, client) for _ in range(3)]
+        took_s = []
+        for prompt, answer in ((120, 1), (100, 13), (12, 101), (500, 500)) * 5:
+            began_s = time.monotonic()
+            said = client.post("/v1/completions", json=ASKED | {"prompt": [5] * prompt, "max_tokens": answer})
+            took_s.append(time.monotonic() - began_s)
+            error = said.json()["error"]
+            assert (said.status_code, error["code"]) == (400, "context_length_exceeded") and str(POOL_TOKENS) in error["message"]
+        assert min(took_s) < 0.1
+        assert len({text.result() for text in good}) == 1
+    assert client.post("/v1/completions", json=ASKED | {"prompt": [5] * 100, "max_tokens": 12}).status_code == 200
+
+
+@pytest.mark.fault("K24")
+def test_bad_requests_move_no_breaker(client):
+    """A hundred that are too large and a hundred that are no requests, then a good one, which is served."""
+    before = breakers(client)
+    for place in range(100):
+        assert client.post("/v1/completions", json=ASKED | {"prompt": [5] * 600}).status_code == 400
+        assert client.post("/v1/completions", json=ASKED | {"temperature": 9 + place}).status_code == 400
+    assert breakers(client) == before == [("closed", "")] * len(GROUPS)
+    greedy(client)
+
+
+@pytest.mark.fault("K20")
+@pytest.mark.parametrize("moment", ["idle", "in the middle"])
+@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 3.0)])
+@pytest.mark.parametrize("group", ["pair", "trio"])
+def test_a_dead_or_frozen_rank_hangs_nobody(client, service, group, number, within_s, moment):
+    """Noticed in time (or, frozen while idle, at the first step that needs it), its process is ended, every stream is whole and has the
+    text of an unbroken run, and the rank comes back."""
+    whole = greedy(client)
+    victim = service.ranks(group)[-1]
+    with ThreadPoolExecutor(24) as pool:  # more than the other groups have room for
+        asked = [pool.submit(greedy, client) for _ in range(24 if moment != "idle" else 0)]
+        if asked:
+            until(lambda: any(state["name"] == group and state["running"] for state in service.state()), 30.0, "calls in the group")
+        os.kill(victim, number)
+        struck_s = time.monotonic()
+        asked += [pool.submit(greedy, client) for _ in range(24 if moment == "idle" and number == signal.SIGSTOP else 0)]
+        news = until(lambda: [seen for seen in service.news() if seen.group == group], 60.0, "the loss in the log")
+        assert news < SLOWER * within_s, f"noticed after {time.monotonic() - struck_s:.2f} s"
+        assert [text.result() for text in asked] == [whole] * len(asked)
+    until(lambda: not Path(f"/proc/{victim}").exists() or "Z" in Path(f"/proc/{victim}/stat").read_text().split()[2], 30.0, "its end")
+    assert greedy(client) == whole
+
+
+@pytest.mark.fault("K23")
+def test_a_stuck_group_stalls_nobody_else(client, service):
+    """One of three groups accepts and never answers (its process is stopped) while 64 clients ask: all are served. Those that never met it
+    take no longer than before; of those that ask when it is known to be stuck nobody pays for it."""
+
+    def timed(name: str) -> float:
+        began_s = time.monotonic()
+        greedy_text = client.post("/v1/completions", json=ASKED | {"max_tokens": 8}, headers={"x-request-id": name})
+        assert greedy_text.status_code == 200, greedy_text.text
+        return time.monotonic() - began_s
+
+    def wave(kind: str) -> dict[str, float]:
+        names = [f"{kind}-{place}" for place in range(64)]
+        with ThreadPoolExecutor(64) as pool:
+            return dict(zip(names, pool.map(timed, names), strict=True))
+
+    healthy = wave("healthy")
+    stuck = service.host("single")
+    assert stuck is not None
+    os.kill(stuck, signal.SIGSTOP)
+    wave("first")
+    until(lambda: next(g for g in service.state() if g["name"] == "single")["state"] != "serving", 30.0, "it is known to be stuck")
+    second = wave("second")
+    until(lambda: set(second) <= set(service.served_by()), 10.0, "records")
+    served = service.served_by()
+    # two groups do what three did, while the third starts again on the same cores
+    assert max(second.values()) < SLOWER * max(healthy.values()) + 1.0
+    assert [name for name in second if served[name][1] > 1] == []
+
+
+@pytest.mark.fault("K13")
+def test_without_workers_it_says_so_at_once_and_a_new_one_gets_traffic(client, service):
+    """All groups killed: 503 with Retry-After, in less than 50 ms at its quickest, and not ready. The first to come back is asked within
+    a second of its return."""
+    for name in GROUPS:
+        os.kill(service.host(name), signal.SIGKILL)
+    until(lambda: all(group["state"] != "serving" for group in service.state()), 10.0, "all are known to be gone")
+    took_s = []
+    for _ in range(10):
+        began_s = time.monotonic()
+        said = client.post("/v1/completions", json=ASKED)
+        took_s.append(time.monotonic() - began_s)
+        assert said.status_code == 503 and float(said.headers["retry-after"]) > 0, said.text
+    assert min(took_s) < 0.05
+    assert client.get("/ready").status_code == 503
+    strict(client.get("/admin/state").text)
+    attempts: dict[str, int] = {}
+
+    def serving() -> bool:
+        attempts.update({group["name"]: group["attempts"] for group in service.state() if group["state"] == "serving"})
+        return bool(attempts)
+
+    until(serving, 120.0, "a group is back")
+    first = next(iter(attempts))
+    before = attempts[first]
+    until(lambda: client.post("/v1/completions", json=ASKED | {"max_tokens": 1}).status_code == 200, SLOWER * 1.0, "it is served")
+    assert any(group["attempts"] > attempts.get(group["name"], before) for group in service.state())
