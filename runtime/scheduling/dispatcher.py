@@ -183,6 +183,8 @@ class Dispatcher:
 
         Closing the iterator, or cancelling the task that waits for its next piece, ends the work at once.
         """
+        if (guard := self.scheduler.guard) is not None:
+            guard.expect()
         try:
             request, lease = self._admit(call)
         except Refusal as refusal:
