@@ -30,7 +30,7 @@ NOBODYS = 0
 AT_ONCE_S = 0.0005
 """The event loop stands still for at most so long for an answer. It usually comes in a fifth of that; a turn of a busy loop takes many
 times as long, and would give the policy one decision per turn."""
-SPIN_S, CALM_S = 0.0002, 0.001
+SPIN_S, CALM_S = 0.0002, 0.005
 """Where the last question is older than CALM_S, there is a core to spare, and looking for the answer again and again for SPIN_S is quicker
 than to sleep: to be woken takes about as long as the policy does."""
 SELECTABLE = 1024

@@ -18,7 +18,7 @@ from envs.decision.circuit_breaker import State
 from envs.decision.observation import BOUND, CONTEXT, FEATURES, OBSERVATION_VERSION
 from runtime.calls import Refusal
 from runtime.scheduling.agreement import Agreement
-from runtime.scheduling.policy_client import PolicyClient
+from runtime.scheduling.policy_client import CALM_S, PolicyClient
 from runtime.scheduling.policy_guard import PolicyGuard
 from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, collect, dispatcher, with_service
 
@@ -114,7 +114,7 @@ def test_what_is_asked_for_nobody_disturbs_no_answer(tmp_path):
                 if not client.wait_briefly(future):
                     await asyncio.wait_for(future, 10.0)
                 assert future.result().index == policy.choose(candidates, context, mask)
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(2 * CALM_S)
             assert not client._asked
             assert len(sent) == (39 if len(os.sched_getaffinity(0)) > 1 else 20)  # all but the first were announced
         finally:
