@@ -34,6 +34,8 @@ DESCRIPTION_BYTES_MAX = 1 << 20
 WEIGHTS_BYTES_MAX = 32 << 20
 WIDTH_MAX = 4096
 DECISION_KINDS = ("route", "split", "rebalance", "joint")
+SLACK_FRACTION = 0.1
+"""Inputs so far beyond the range seen in training, as a share of its width, still count as inside."""
 TIE_TOLERANCE = 1e-5
 """Scores this close count as equal and the lowest index wins, so that rounding cannot decide between equal candidates."""
 
@@ -213,9 +215,16 @@ class BundlePolicy:
         self._out, self._out_bias = np.ascontiguousarray(weights["out.weight"][0]), weights["out.bias"][0]
         for array in (self._by_candidate, self._by_context, self._context_bias, self._by_pool, self._second, self._out):
             array.setflags(write=False)
+        self._usual = _widened(scaling, SLACK_FRACTION)
 
     def _activate(self, values: Float32Array) -> Float32Array:
         return np.maximum(values, 0, out=values) if self._relu else np.tanh(values, out=values)
+
+    def _scaled(self, values: Float32Array, mean: Float32Array, scale: Float32Array) -> Float32Array:
+        scaled = values - mean
+        np.divide(scaled, scale, out=scaled)
+        np.maximum(scaled, -self._clip, out=scaled)  # the two that `np.clip` is made of, without its wrapper
+        return np.minimum(scaled, self._clip, out=scaled)
 
     def _check_inputs(self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray) -> None:
         count, features, width = len(candidates), len(self.schema.feature_names), len(self.schema.context_names)
@@ -236,15 +245,17 @@ class BundlePolicy:
         context = np.asarray(context, dtype=np.float32)
         allowed = np.asarray(mask) > 0.5
         self._check_inputs(candidates, context, allowed)
-        clip, hidden = self._clip, self._hidden
-        scaled = np.clip((candidates - self._candidate_mean) / self._candidate_scale, -clip, clip)
-        scaled_context = np.clip((context - self._context_mean) / self._context_scale, -clip, clip)
+        hidden = self._hidden
+        scaled = self._scaled(candidates, self._candidate_mean, self._candidate_scale)
+        scaled_context = self._scaled(context, self._context_mean, self._context_scale)
         from_candidate = scaled @ self._by_candidate
         from_context = scaled_context @ self._by_context + self._context_bias
         embedded = self._activate((from_candidate[:, :hidden] + from_context[:hidden])[allowed])
         state = from_context[hidden:]
         if len(embedded):
-            pooled = np.concatenate([embedded.mean(axis=0), embedded.max(axis=0)])
+            mean = np.add.reduce(embedded, axis=0)
+            np.divide(mean, np.float32(len(embedded)), out=mean)
+            pooled = np.concatenate([mean, np.maximum.reduce(embedded, axis=0)])
             state = state + pooled @ self._by_pool
         first = self._activate(from_candidate[:, hidden : 2 * hidden] + state)
         second = self._activate(first @ self._second + self._second_bias)
@@ -268,27 +279,37 @@ class BundlePolicy:
             raise NonFiniteScores("a score is not finite; the observation holds a value that is not a number")
         return int((scores >= best - np.float32(TIE_TOLERANCE)).argmax()), scores
 
-    def out_of_range(self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray, slack_fraction: float = 0.1) -> tuple[str, ...]:
+    def out_of_range(
+        self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray, slack_fraction: float = SLACK_FRACTION
+    ) -> tuple[str, ...]:
         """Names of inputs outside their training range widened by `slack_fraction` of its width on each side.
 
         Only rows with mask 1 count. A value that is not finite is always outside.
         """
-        scaling = self.contents.scaling
+        bounds = self._usual if slack_fraction == SLACK_FRACTION else _widened(self.contents.scaling, slack_fraction)
         rows = np.asarray(candidates, dtype=np.float32)[np.asarray(mask) > 0.5]
         outside: list[str] = []
-        for values, low, high, names in (
-            (rows, scaling.candidate_low, scaling.candidate_high, self.schema.feature_names),
-            (np.asarray(context, dtype=np.float32)[None], scaling.context_low, scaling.context_high, self.schema.context_names),
+        for values, (low, high), names in (
+            (rows, bounds[0], self.schema.feature_names),
+            (np.asarray(context, dtype=np.float32)[None], bounds[1], self.schema.context_names),
         ):
-            slack = np.float32(slack_fraction) * (high - low) + np.float32(1e-6)
-            inside = (values >= low - slack) & (values <= high + slack)
+            inside = (values >= low) & (values <= high)
             if not inside.all():
                 outside.extend(names[i] for i in np.flatnonzero(~inside.all(axis=0)))
         return tuple(outside)
 
-    def in_training_range(self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray, slack_fraction: float = 0.1) -> bool:
+    def in_training_range(
+        self, candidates: np.ndarray, context: np.ndarray, mask: np.ndarray, slack_fraction: float = SLACK_FRACTION
+    ) -> bool:
         """Whether every input lies in the range seen in training; see `out_of_range`."""
         return not self.out_of_range(candidates, context, mask, slack_fraction)
+
+
+def _widened(scaling: Scaling, slack_fraction: float) -> tuple[tuple[Float32Array, Float32Array], ...]:
+    """Training ranges (lows, highs) of candidates and of the context, with `slack_fraction` of their widths on each side."""
+    ranges = (scaling.candidate_low, scaling.candidate_high), (scaling.context_low, scaling.context_high)
+    slacks = [np.float32(slack_fraction) * (high - low) + np.float32(1e-6) for low, high in ranges]
+    return tuple((low - slack, high + slack) for (low, high), slack in zip(ranges, slacks, strict=True))
 
 
 def write_bundle(directory: str | os.PathLike[str], contents: BundleContents) -> Path:

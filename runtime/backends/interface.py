@@ -7,11 +7,12 @@ taken for a report with an age; what the dispatcher has in flight it knows bette
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from envs.domain.commands import CommandKind
 from envs.domain.plans import SplitPlan
+from runtime.backends.sent_text import SentText
 from runtime.calls import Call, Piece
 
 
@@ -57,11 +58,11 @@ class MoveRefused(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What of an answer its caller has already, from another attempt. tokens: empty where nobody told ids. pieces: how many came.
-    waited_s: since it arrived, when this is not its first attempt: its place in the queue counts from then."""
+    """What of an answer its caller has already, from another attempt. tokens: empty where nobody told ids. sent: its text; not changed from
+    here on. pieces: how many came. waited_s: since it arrived, when this is not its first attempt: its place in the queue counts from then."""
 
     tokens: tuple[int, ...] = ()
-    text: str = ""
+    sent: SentText = field(default_factory=SentText)
     pieces: int = 0
     waited_s: float = 0.0
 

@@ -32,6 +32,7 @@ from runtime.backends.interface import (
     SplitDone,
 )
 from runtime.backends.load_metrics import load_of
+from runtime.backends.sent_text import SentText
 from runtime.calls import Call, Piece
 from runtime.request_notes import AnswerTimes
 
@@ -294,21 +295,23 @@ class _Skip:
     """Leaves out what the caller has already, as long as it agrees."""
 
     def __init__(self, begun: Begun) -> None:
-        self._left, self._shift = begun.text, begun.pieces
+        self._sent, self._shift = begun.sent, begun.pieces
+        self._told = SentText()  # again, of what was sent
         self._skipped = 0
 
     def rest_of(self, piece: Piece, name: str) -> Piece:
         """What of `piece` is new; an empty piece, a sign of life, for nothing. Raises: BackendFault where the text is another one."""
         text = piece.text
-        if not (self._left or self._shift):
+        left = self._sent.chars - self._told.chars
+        if not (left or self._shift):
             return piece
-        if self._left:
-            common = min(len(self._left), len(text))
-            if self._left[:common] != text[:common]:
+        if left:
+            self._told.add(text[:left])
+            text = text[left:]
+            if not self._told.is_beginning_of(self._sent):
                 raise BackendFault(f"{name}: goes on with another text than was begun")
-            self._left, text = self._left[common:], text[common:]
             self._skipped += 1
-            if piece.finish_reason is not None and self._left:
+            if piece.finish_reason is not None and self._told.chars < self._sent.chars:
                 raise BackendFault(f"{name}: ends before what was begun")
             if not text and piece.finish_reason is None:
                 return Piece(self._shift, None, "")

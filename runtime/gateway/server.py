@@ -28,24 +28,27 @@ DESCRIPTORS_WANTED = 65_536
 
 
 class GatheredWrites:
-    """One answer's transport: what is written within one turn of the event loop leaves in one segment and one system call, the head with
-    the first of the body."""
+    """One answer's transport: what is written within one turn of the event loop leaves in one segment and one system call. The head and the
+    first of the body do so at once: that is what a caller waits for."""
 
-    __slots__ = ("_loop", "_parts", "_transport")
+    __slots__ = ("_is_at_head", "_loop", "_parts", "_transport")
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
         self._parts: list[bytes] = []
+        self._is_at_head = True
 
     def write(self, data: bytes) -> None:
-        if not self._parts:
-            self._loop.call_soon(self.flush)
         self._parts.append(data)
+        if len(self._parts) == 1:
+            self._loop.call_soon(self.flush)
+        elif self._is_at_head:
+            self.flush()
 
     def flush(self) -> None:
         parts = self._parts
         if parts:
-            self._parts = []
+            self._parts, self._is_at_head = [], False
             if self._transport.is_closing():  # the caller left since; uvloop's raises
                 return
             self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))

@@ -57,6 +57,11 @@ class PolicyGuard:
         self.shadow_decisions = 0
         self._good_answers = 0
 
+    def expect(self) -> None:
+        """It will be asked in a moment."""
+        if self.breaker.state is State.CLOSED:
+            self.client.expect()
+
     async def choose(
         self, candidates: np.ndarray, context: np.ndarray, mask: BoolArray, within_s: float, heuristic: Callable[[], int]
     ) -> PolicyChoice:

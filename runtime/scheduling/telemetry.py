@@ -129,6 +129,10 @@ class Telemetry:
         self._blocks = np.stack([self.kv_tokens // limits.kv_block_tokens] * 2)  # free, total
         self._foreign = np.zeros((2, count), np.int64)  # running and waiting that are not ours
 
+    def fits(self, tokens: int) -> BoolArray:
+        """Groups whose empty pool holds so many tokens, shape (groups,)."""
+        return np.asarray(self.kv_tokens >= tokens)
+
     def arrived(self, now_s: float, class_index: int, prompt_tokens: int) -> None:
         self.rate_5s.count(now_s)
         self.rate_60s.count(now_s)

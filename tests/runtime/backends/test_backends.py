@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.backends.interface import BackendFault, BadCall, Begun, KvPart, MoveRefused
+from runtime.backends.sent_text import SentText
 from runtime.torch_tp.requests import SamplingSettings
 from tests.runtime.backends import backend_kinds
 from tests.runtime.scheduling.service_parts import call
@@ -58,7 +59,7 @@ def shown(pieces):
 
 def begun_by(pieces):
     tokens = tuple(piece.token for piece in pieces if piece.token is not None)
-    return Begun(tokens, "".join(piece.text for piece in pieces), len(shown(pieces)))
+    return Begun(tokens, SentText("".join(piece.text for piece in pieces)), len(shown(pieces)))
 
 
 def apart(pieces):
@@ -123,7 +124,7 @@ def test_the_same_call_goes_on_elsewhere_as_it_would_have(make):
                 assert second.continues(asked, begun)
                 rest = await collect(second, asked, begun)
                 assert [p.token for p in rest] == [p.token for p in whole[cut:]]
-                assert begun.text + "".join(p.text for p in rest) == text
+                assert "".join(p.text for p in [*whole[:cut], *rest]) == text
                 assert [p.index for p in shown(rest)] == list(range(cut, 24)) and rest[-1].output_tokens == 24
 
     play([make(0), make(1)], body)

@@ -16,13 +16,14 @@ from envs.decision.circuit_breaker import State
 from runtime.backends.interface import BackendBusy, BackendFault, BadCall, Begun
 from runtime.backends.load_metrics import load_of
 from runtime.backends.openai_http import OpenAiHttpBackend
+from runtime.backends.sent_text import SentText
 from runtime.calls import Refusal
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.telemetry import Telemetry
 from runtime.torch_tp.requests import SamplingSettings
 from tests.runtime.backends.backend_kinds import WithServer
-from tests.runtime.backends.test_backends import apart, ask, begun_by, shown
+from tests.runtime.backends.test_backends import apart, ask, shown
 from tests.runtime.scheduling.service_parts import cluster, collect, with_service
 
 QUICK = DispatchSettings(first_token_floor_s=1.0, silence_slack_s=0.4, hold_max_s=1.0)
@@ -117,9 +118,9 @@ def test_another_text_is_never_glued_on():
         try:
             asked = ask()
             whole = await alone(backend, asked)
-            begun = begun_by(whole[:4])
+            text = "".join(piece.text for piece in whole[:4])
             with pytest.raises(BackendFault, match="another text"):
-                await alone(backend, asked, Begun((), begun.text[:-2] + "??", 4))
+                await alone(backend, asked, Begun((), SentText(text[:-2] + "??"), 4))
         finally:
             await backend.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agents.policy_bundle import BundleContents, BundleSchema, NetworkShape, Scaling, write_bundle
+from agents.policy_bundle import BundleContents, BundleSchema, NetworkShape, Scaling, load_bundle, write_bundle
 from envs.decision.circuit_breaker import State
 from envs.decision.observation import BOUND, CONTEXT, FEATURES, OBSERVATION_VERSION
 from runtime.calls import Refusal
 from runtime.scheduling.agreement import Agreement
-from runtime.scheduling.policy_client import PolicyClient
+from runtime.scheduling.policy_client import CALM_S, PolicyClient
 from runtime.scheduling.policy_guard import PolicyGuard
 from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, collect, dispatcher, with_service
 
@@ -87,6 +88,39 @@ def test_a_good_bundle_decides(tmp_path):
         assert guard.breaker.state is State.CLOSED
 
     run_with(guard_of(write_bundle(tmp_path / "good", contents())), body)
+
+
+def test_what_is_asked_for_nobody_disturbs_no_answer(tmp_path):
+    """Announced where there is time for it, questions get the answers that the bundle gives in this process; nothing is left open."""
+    bundle = write_bundle(tmp_path / "good", contents())
+    rng, policy = np.random.default_rng(3), load_bundle(bundle)
+
+    async def body() -> None:
+        client = PolicyClient(str(bundle), GROUPS + 2)
+        await client.start()
+        sent, send = [], client._send
+        client._send = lambda data: (sent.append(data), send(data))
+        try:
+            await until(lambda: client.state == "ready")
+            client.expect()
+            assert not sent  # there is no last question
+            for _ in range(20):
+                candidates = rng.uniform(-1.0, 1.0, (GROUPS + 2, len(FEATURES))).astype(np.float32)
+                context, mask = rng.uniform(-1.0, 1.0, len(CONTEXT)).astype(np.float32), rng.random(GROUPS + 2) < 0.7
+                mask[0] = True
+                client.expect()
+                future = client.ask(candidates, context, mask)
+                client.expect()  # too late for this one, and too early for the next
+                if not client.wait_briefly(future):
+                    await asyncio.wait_for(future, 10.0)
+                assert future.result().index == policy.choose(candidates, context, mask)
+                await asyncio.sleep(2 * CALM_S)
+            assert not client._asked
+            assert len(sent) == (39 if len(os.sched_getaffinity(0)) > 1 else 20)  # all but the first were announced
+        finally:
+            await client.close()
+
+    asyncio.run(body())
 
 
 def _broken_bundles(folder: Path) -> dict[str, Path]:
