@@ -59,7 +59,8 @@ class MoveRefused(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Begun:
     """What of an answer its caller has already, from another attempt. tokens: empty where nobody told ids. sent: its text; not changed from
-    here on. pieces: how many came. waited_s: since it arrived, when this is not its first attempt: its place in the queue counts from then."""
+    here on. pieces: how many came. waited_s: since it arrived, when this is not its first attempt: its place in the queue counts from
+    then."""
 
     tokens: tuple[int, ...] = ()
     sent: SentText = field(default_factory=SentText)
