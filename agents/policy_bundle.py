@@ -188,8 +188,10 @@ class BundleContents:
 class BundlePolicy:
     """A loaded policy. Holds read-only arrays; safe to share between threads. Not changed by use."""
 
-    def __init__(self, contents: BundleContents) -> None:
+    def __init__(self, contents: BundleContents, digest: str = "") -> None:
+        """digest: of the files it was read from."""
         contents.check()
+        self.digest = digest
         self.schema = contents.schema
         self.evaluation = dict(contents.evaluation)
         self.provenance = dict(contents.provenance)
@@ -345,6 +347,15 @@ def bundle_digests(directory: Path) -> dict[str, str]:
     return {name: hashlib.sha256(read_plain_file(directory / name, bytes_max)).hexdigest() for name, bytes_max in most.items()}
 
 
+def bundle_digest(directory: Path) -> str:
+    """One digest over a bundle's files. Raises: OSError."""
+    return _digest_over(bundle_digests(directory))
+
+
+def _digest_over(digests: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
 def _describe(contents: BundleContents, weights: bytes) -> dict[str, Any]:
     schema, scaling = contents.schema, contents.scaling
     return {
@@ -372,22 +383,26 @@ def no_bundle(directory: Path) -> str:
     return said if directory.is_dir() else f"{said}: there is no such directory"
 
 
-def load_bundle(path: str | os.PathLike[str], expected: BundleSchema | None = None) -> BundlePolicy:
+def load_bundle(path: str | os.PathLike[str], expected: BundleSchema | None = None, digest: str = "") -> BundlePolicy:
     """Read and check a bundle directory; nothing in it is executed.
 
-    Args: expected: the schema of the program that asks; when given, the bundle's must be the same.
+    Args: expected: the schema of the program that asks; when given, the bundle's must be the same. digest: as `bundle_digest` gave it;
+    when given, that of the very bytes that are loaded must be the same.
     Raises: BundleError, one line, for anything that is not a complete, consistent bundle.
     """
     directory = Path(path)
     try:
         if not directory.is_dir() or not any((directory / name).exists() for name in (DESCRIPTION_FILE, WEIGHTS_FILE)):
             raise BundleError(no_bundle(directory))
-        description = _parse_json(_read_capped(directory / DESCRIPTION_FILE, DESCRIPTION_BYTES_MAX))
+        text = _read_capped(directory / DESCRIPTION_FILE, DESCRIPTION_BYTES_MAX)
         weights = _read_capped(directory / WEIGHTS_FILE, WEIGHTS_BYTES_MAX)
-        contents = _contents_from(description, weights)
+        found = _digest_over({DESCRIPTION_FILE: hashlib.sha256(text).hexdigest(), WEIGHTS_FILE: hashlib.sha256(weights).hexdigest()})
+        if digest and found != digest:
+            raise BundleError(f"its files changed (digest {found[:12]}, not {digest[:12]}); have them whole, then reload")
+        contents = _contents_from(_parse_json(text), weights)
         if expected is not None:
             _require_same_schema(contents.schema, expected)
-        return BundlePolicy(contents)
+        return BundlePolicy(contents, found)
     except BundleError as error:
         raise BundleError(f"{directory.name}: {_one_line(error)}") from error
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:

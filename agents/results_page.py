@@ -145,15 +145,16 @@ def _runners_up(found: EvaluationResults) -> str:
     routers = {
         name: score for name, score in found.validation.items() if name != "what_if" and not name.startswith(("split ", "rebalance "))
     }
-    if found.best_heuristic not in routers:
+    best = found.validation.get(found.best_heuristic.replace(":", " ", 1))
+    if best is None:
         return ""
     others = sorted((name for name in routers if name != found.best_heuristic), key=lambda name: -routers[name])[:2]
-    behind = [f"{name} {100 * (routers[found.best_heuristic] - routers[name]):.2f}" for name in others]
-    return f" ({100 * routers[found.best_heuristic]:.2f} %; points behind it there: {', '.join(behind)})" if behind else ""
+    behind = [f"{name} {100 * (best - routers[name]):.2f}" for name in others]
+    return f" ({100 * best:.2f} %; points behind it there: {', '.join(behind)})" if behind else ""
 
 
 def _difference_table(found: EvaluationResults, rng: np.random.Generator) -> list[str]:
-    """Each learned policy against the best router, and against the best heuristic for the same kinds of decision."""
+    """Each learned policy against the best row of heuristics, and against the best splitter and rebalancer with the best router."""
     if not found.learned:
         return ["No learned policy was evaluated."]
     lines = ["| learned | against | mean difference, points | IQM, points | better in % of worlds |", "|---|---|---|---|---|"]

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.listening_sockets import listening_of, still_listening
 from benchmarks.reporting import Bar, at_most, print_bars
 from runtime.torch_tp.engine import Engine, EngineSettings
 from runtime.torch_tp.requests import GenerationRequest, SamplingSettings, TokenEvent
@@ -32,6 +33,7 @@ GAP_OF_A_TIE = 1e-3
 
 LEFT_AFTER_S = 5.0
 KINDS = ("kill", "freeze", "cut", "slide")
+COMMUNICATORS = ("auto", "tcp")  # of the engines that are stopped, in turns: by shared memory alone no port is opened
 PROMPT_IDS = (
     (1, 397, 261),
     (1, 300, 301, 302),
@@ -268,7 +270,10 @@ def serve_until_stopped(options: argparse.Namespace) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     try:
-        settings = EngineSettings(kv_tokens_max=options.kv_tokens, slots_max=8, with_text=False)
+        door = {"listen_host": "127.0.0.1"} if options.serve == "tcp" else None  # for ranks of other hosts
+        settings = EngineSettings(
+            kv_tokens_max=options.kv_tokens, slots_max=8, with_text=False, communicator=options.serve, supervisor=door
+        )
         with Engine.start(options.model, [RankSettings() for _ in range(options.ranks)], settings) as engine:
             config = engine.config
             print("serving", flush=True)
@@ -300,22 +305,25 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def listening() -> set[str]:
-    """Local addresses of listening TCP sockets."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    return {row[1] for row in rows if row[3] == "0A"}
-
-
 def segments(pid: int) -> list[str]:
     return [entry for entry in os.listdir("/dev/shm") if entry.startswith(f"ballast-{pid}-")]
 
 
-def stop_once(options: argparse.Namespace, number: signal.Signals, rng: random.Random) -> list[str]:
-    """Start, stop at a random moment (loading or serving), wait, and say what is left."""
+def stop_once(options: argparse.Namespace, number: signal.Signals, communicator: str, rng: random.Random) -> tuple[list[str], int]:
+    """Start, stop at a random moment (loading or serving), wait; what is left, and how many ports were listened on at the stop."""
     mark = f"BALLAST_DRILL={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
-    command = [sys.executable, "-m", "benchmarks.tp_drill", "--model", options.model, "--ranks", str(options.ranks), "--serve"]
-    before = listening()
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.tp_drill",
+        "--model",
+        options.model,
+        "--ranks",
+        str(options.ranks),
+        "--serve",
+        communicator,
+    ]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, name: value}, preexec_fn=_heed
     )
@@ -325,6 +333,7 @@ def stop_once(options: argparse.Namespace, number: signal.Signals, rng: random.R
     else:
         process.stdout.readline()
         time.sleep(rng.uniform(0.0, 1.0))
+    ports = listening_of(marked(mark))
     process.send_signal(number)
     if rng.random() < 0.2 and number == signal.SIGINT:
         time.sleep(rng.uniform(0.0, 0.2))
@@ -332,14 +341,16 @@ def stop_once(options: argparse.Namespace, number: signal.Signals, rng: random.R
     process.wait(60.0)
     process.stdout.close()
     deadline_s = time.monotonic() + LEFT_AFTER_S
-    while time.monotonic() < deadline_s and (marked(mark) or segments(process.pid)):
+
+    def left() -> list[str]:
+        return [f"process {pid}" for pid in marked(mark)] + segments(process.pid) + still_listening(ports)
+
+    while time.monotonic() < deadline_s and left():
         time.sleep(0.05)
-    left = [f"process {pid}" for pid in marked(mark)] + segments(process.pid)
+    found = left()
     for pid in marked(mark):
         os.kill(pid, signal.SIGKILL)
-    if left or not options.is_alone:
-        return left
-    return [f"port {address}" for address in listening() - before]
+    return found, len(ports)
 
 
 def _heed() -> None:
@@ -349,11 +360,15 @@ def _heed() -> None:
 def run_stops(options: argparse.Namespace) -> list[Bar]:
     rng = random.Random(options.seed)
     left: list[str] = []
+    ports = 0
     for number in range(options.stops):
-        how = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[number % 3]
-        found = stop_once(options, how, rng)
+        how, communicator = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[number % 3], COMMUNICATORS[number % 2]
+        found, open_ports = stop_once(options, how, communicator, rng)
         left += found
-        print(f"stop {number + 1} {how.name}: {', '.join(found) or 'nothing left'}", flush=True)
+        ports += open_ports
+        print(f"stop {number + 1} {how.name} {communicator}: {open_ports} ports; {', '.join(found) or 'nothing left'}", flush=True)
+    if not ports:
+        raise RuntimeError("no stopped engine listened on any port: this run says nothing of ports")
     return [at_most(f"processes, segments or ports left {LEFT_AFTER_S:g} s after a stop", len(left), 0, options.stops)]
 
 
@@ -372,8 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--load-s", type=float, default=8.0, help="latest moment of a stop that comes while loading, s (default %(default)s)"
     )
-    parser.add_argument("--is-alone", action="store_true", help="nothing else opens ports here: look for ports that are left, too")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", metavar="COMMUNICATOR", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.kinds = options.kinds.split(",")
     if unknown := set(options.kinds) - set(KINDS):

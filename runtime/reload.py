@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from envs.decision.actions import Decision
 from runtime.gateway.generation import Generation
 from runtime.gateway.settings import FIXED as GATEWAY_FIXED
 from runtime.rollout.state import RolloutError
 from runtime.rollout.store import configured_digest
+from runtime.scheduling.control_loop import DECISIONS
 from runtime.scheduling.dispatch_settings import FIXED as DISPATCH_FIXED
 from runtime.scheduling.policy_guard import PolicyGuard
 from runtime.service import Service
@@ -76,20 +78,37 @@ class Reloader:
         if fixed:
             raise ReloadRefused(f"{', '.join(fixed)}: cannot be changed while serving; restart the service, or put the old value back")
         digest = await asyncio.to_thread(configured_digest, new.bundle)
-        has_new_bundle = new.bundle != old.bundle or digest != service.bundle_digest
-        changed = live_changes(old, new) + (["bundle"] if has_new_bundle else [])
-        guard = await self._ready_guard(new) if has_new_bundle and new.bundle is not None else None
-        if has_new_bundle and service.rollout is not None:
-            try:
+        has_new_bundle = new.bundle != old.bundle or digest != service.bundle_digest or _is_refused(service.dispatcher.scheduler.guard, new)
+        made: dict[Decision, PolicyGuard] = {}
+        try:
+            if has_new_bundle and new.bundle is not None:
+                made["route"] = await self._ready_guard("route", new.bundle, digest)
+            for decision in DECISIONS:
+                if found := await self._replaced(decision, new.bundle_of(decision)):
+                    made[decision] = await self._ready_guard(decision, *found)
+            if has_new_bundle and service.rollout is not None:
                 await service.rollout.overrule(digest, new.bundle)
-            except RolloutError as error:
-                await _close(guard)
-                raise ReloadRefused(str(error)) from error
+        except (RolloutError, ReloadRefused) as error:
+            for guard in made.values():
+                await guard.client.close()
+            raise ReloadRefused(str(error)) from error
+        changed = live_changes(old, new) + (["bundle"] if has_new_bundle else [])
         self._apply(new)
         if has_new_bundle:
             service.bundle_digest = digest
-            await service.use_guard(guard)
-        return changed
+            await service.use_guard(made.pop("route", None))
+        for decision, guard in made.items():
+            service.use_control_guard(decision, guard)
+        return changed + [f"{decision}_bundle" for decision in made]
+
+    async def _replaced(self, decision: Decision, bundle: str | None) -> tuple[str, str] | None:
+        """(bundle, digest) of a split or rebalance policy whose files are others than those that were loaded."""
+        guard = self._service.control.deciders[decision].guard
+        if guard is None or bundle is None:
+            return None
+        digest = await asyncio.to_thread(configured_digest, bundle)
+        is_same = digest == guard.client.digest and guard.client.state != "refused"
+        return None if is_same else (bundle, digest)
 
     def _apply(self, new: ServiceConfig) -> None:
         service = self._service
@@ -104,28 +123,28 @@ class Reloader:
             service.rollout.apply(new.rollout, deadline_s, new.scheduler.outside_max)
         self.on_change(new)
 
-    async def _ready_guard(self, new: ServiceConfig) -> PolicyGuard:
-        """A policy process that has loaded the new bundle. Raises: ReloadRefused."""
-        assert new.bundle is not None
-        guard = self._service.make_guard(new.bundle)
+    async def _ready_guard(self, decision: Decision, bundle: str, digest: str) -> PolicyGuard:
+        """A policy process that has loaded a bundle whose files have this digest. Raises: ReloadRefused."""
+        deadline_s, key = (None, "bundle") if decision == "route" else (self._service.config.control.deadline_s, f"{decision}_bundle")
+        guard = self._service.make_guard(bundle, decision, deadline_s, digest)
         await guard.client.start()
         try:
             async with asyncio.timeout(READY_S):
                 while guard.client.state not in ("ready", "refused"):
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            await _close(guard)
-            raise ReloadRefused(f"bundle: {new.bundle}: its process was not ready within {READY_S:g} s") from None
+            await guard.client.close()
+            raise ReloadRefused(f"{key}: {bundle}: its process was not ready within {READY_S:g} s") from None
         if guard.client.state == "refused":
             detail = guard.client.detail
-            await _close(guard)
-            raise ReloadRefused(f"bundle: {detail}")
+            await guard.client.close()
+            raise ReloadRefused(f"{key}: {detail}")
         return guard
 
 
-async def _close(guard: PolicyGuard | None) -> None:
-    if guard is not None:
-        await guard.client.close()
+def _is_refused(guard: PolicyGuard | None, config: ServiceConfig) -> bool:
+    """Whether the configured bundle's process stands still because its files were not those that were to be loaded."""
+    return guard is not None and guard.client.bundle == config.bundle and guard.client.state == "refused"
 
 
 def fixed_changes(old: ServiceConfig, new: ServiceConfig) -> list[str]:

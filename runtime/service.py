@@ -82,10 +82,12 @@ class Service:
         telemetry = Telemetry(config.cluster, settings, config.dispatch.limit_multiplier, config.dispatch.head_start_s)
         backends = [make_backend(config, g, settings) for g in range(len(config.cluster.groups))]
         store = RolloutStore(Path(config.rollout.dir)) if config.rollout.dir is not None else None
-        bundle, self.bundle_digest = config.bundle, configured_digest(config.bundle)
+        bundle = config.bundle
+        digest = self.bundle_digest = configured_digest(bundle)
         if store is not None and store.state.incumbent is not None and store.state.configured == self.bundle_digest:
-            bundle = store.state.incumbent.folder
-        self.dispatcher = Dispatcher(backends, telemetry, config.dispatch, self.make_guard(bundle) if bundle is not None else None)
+            bundle, digest = store.state.incumbent.folder, store.state.incumbent.digest
+        guard = self.make_guard(bundle, digest=digest) if bundle is not None else None
+        self.dispatcher = Dispatcher(backends, telemetry, config.dispatch, guard)
         self.rollout = None
         if store is not None:
             self.rollout = RolloutControl(
@@ -136,10 +138,11 @@ class Service:
         if self.recorder is not None:
             await asyncio.to_thread(self.recorder.close)
 
-    def make_guard(self, bundle: str, decision: Decision = "route", deadline_s: float | None = None) -> PolicyGuard:
-        """A policy process for `bundle`, not started, behind the configured guard rails. deadline_s: None, that of route decisions."""
+    def make_guard(self, bundle: str, decision: Decision = "route", deadline_s: float | None = None, digest: str = "") -> PolicyGuard:
+        """A policy process for `bundle`, not started, behind the configured guard rails. deadline_s: None, that of route decisions. digest:
+        of the files that it shall load, "" as they are when it starts."""
         scheduler = self.config.scheduler
-        client = PolicyClient(bundle, candidates_of(self.config.cluster, decision), decision=decision)
+        client = PolicyClient(bundle, candidates_of(self.config.cluster, decision), decision=decision, digest=digest)
         agreement = Agreement(scheduler.agreement_min, scheduler.agreement_max) if decision == "route" else None
         within_s = scheduler.deadline_ms / 1000.0 if deadline_s is None else deadline_s
         return PolicyGuard(client, within_s, scheduler.outside_max, rng=np.random.default_rng(), agreement=agreement)
@@ -149,11 +152,20 @@ class Service:
         are in."""
         scheduler = self.dispatcher.scheduler
         if guard is None and self.config.bundle is not None:
-            guard = self.make_guard(self.config.bundle)
+            guard = self.make_guard(self.config.bundle, digest=self.bundle_digest)
             await guard.client.start()
         before, scheduler.guard = scheduler.guard, guard
-        if before is not None:
-            task = asyncio.create_task(_let_go(before))
+        self._dismiss(before)
+
+    def use_control_guard(self, decision: Decision, guard: PolicyGuard) -> None:
+        """The same for a split or rebalance policy."""
+        decider = self.control.deciders[decision]
+        before, decider.guard = decider.guard, guard
+        self._dismiss(before)
+
+    def _dismiss(self, guard: PolicyGuard | None) -> None:
+        if guard is not None:
+            task = asyncio.create_task(_let_go(guard))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 

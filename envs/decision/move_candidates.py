@@ -14,6 +14,7 @@ import numpy as np
 from envs.decision import predictor as P
 from envs.decision import split_planner
 from envs.decision.actions import MOVE_COLUMNS
+from envs.decision.move_prices import copy_s
 from envs.decision.split_cost import DEFAULT_TERMS
 from envs.domain.commands import Command, CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
@@ -231,9 +232,7 @@ def _migrate_rows(
         tokens = int(view.residents.ints[index, 2] + view.residents.ints[index, 3])
         if tokens >= view.kv_blocks_total[best] * view.kv_block_tokens:
             continue
-        group = groups[int(g)]
-        link = group.outer_link
-        price_s = link.alpha_s + tokens * group.model.kv_bytes_per_token * link.beta_s_per_byte
+        price_s = copy_s(groups[int(g)], tokens)
         row = (
             _gain(typical[g, P.E_STEP_S], typical[best, P.E_STEP_AFTER_S]),
             np.log1p(price_s),

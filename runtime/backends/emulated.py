@@ -17,6 +17,7 @@ import numpy as np
 
 from envs.decision import predictor as P
 from envs.decision.length_estimator import LengthEstimator
+from envs.decision.move_prices import copy_s
 from envs.domain.plans import SplitPlan, TpGroup
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
@@ -34,6 +35,7 @@ from runtime.backends.interface import (
     Begun,
     GivenBack,
     GroupReport,
+    KvPart,
     MoveRefused,
     PlanReport,
     SplitDone,
@@ -49,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_AGE_MAX_S = 0.05
 LATEST_STEP_S = 0.5  # longest sleep while something runs
+TAKEN_MAX = 64  # calls whose KV has come and that have not
 
 
 @dataclass(eq=False)
@@ -73,7 +76,7 @@ class EmulatedBackend:
     is_emulation = True
     keeps_prefixes = False
     can = OWN_GROUP_COMMANDS
-    carries_kv = True
+    kv_home = "emulated"
 
     def __init__(
         self,
@@ -92,6 +95,7 @@ class EmulatedBackend:
         self._lengths = LengthEstimator()
         self._inside: dict[int, _Inside] = {}
         self._names: dict[int, str] = {}
+        self._taken: dict[str, int] = {}  # by call: tokens whose KV has come
         self._next_id = 0
         self._scratch = np.empty(L.SLOT_INTS, np.int64), np.empty(L.SLOT_FLOATS)
         self._wake = asyncio.Event()
@@ -118,6 +122,7 @@ class EmulatedBackend:
     def kill(self, reason: str = "killed") -> None:
         """The group is gone: every call inside ends with a fault, now."""
         self._is_dead = True
+        self._taken.clear()
         for key in list(self._inside):
             self._end(key, BackendFault(f"{self.name}: {reason}"))
 
@@ -150,6 +155,30 @@ class EmulatedBackend:
         self._report = None
         self._wake.set()
         return SplitDone(self._plans.version, paused_s)
+
+    async def give_kv(self, call_id: str, after: int) -> KvPart:
+        """It takes what the simulator takes for it, beside the steps."""
+        tokens = self._tokens_held(call_id)
+        if tokens <= after:
+            raise MoveRefused(f"{self.name}: the call does not run here, or its KV is there already")
+        seconds = copy_s(self._group, tokens - after)
+        await asyncio.sleep(seconds)
+        return KvPart(tokens, round((tokens - after) * self._group.model.kv_bytes_per_token), seconds, call_id)
+
+    def _tokens_held(self, call_id: str) -> int:
+        self._advance(self._now_s())
+        key = next((key for key, name in self._names.items() if name == call_id), None)
+        inside = None if key is None or not self.is_alive else self._inside[key]
+        if inside is None or inside.is_over or self._state.slot_int[0, inside.slot, L.SI_REQUEST] != key:
+            return 0
+        return int(self._state.slot_int[0, inside.slot, L.SI_DONE])
+
+    async def take_kv(self, part: KvPart) -> None:
+        if not self.is_alive:
+            raise MoveRefused(f"{self.name}: not running")
+        while len(self._taken) >= TAKEN_MAX:
+            del self._taken[next(iter(self._taken))]
+        self._taken[part.place] = part.tokens
 
     async def probe(self) -> bool:
         return self.is_alive
@@ -193,8 +222,8 @@ class EmulatedBackend:
             )  # fmt: skip
         if slot < 0:
             raise BackendBusy(f"{self.name}: queue full")
-        if begun.kv_tokens:
-            self._state.slot_int[0, slot, L.SI_DONE] = min(begun.kv_tokens, call.prompt_tokens + done - 1)
+        if kv_tokens_taken := self._taken.pop(call.call_id, 0):
+            self._state.slot_int[0, slot, L.SI_DONE] = min(kv_tokens_taken, call.prompt_tokens + done - 1)
         self._next_id += 1
         inside = self._inside[key] = _Inside(call, answer, text, slot, done, done)
         self._names[key] = call.call_id

@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from runtime.frames import FrameCutter, frame
 from runtime.request_notes import AnswerTimes
 from runtime.torch_tp.answer_stream import AnswerStream
 from runtime.torch_tp.engine import Engine, EngineSettings
+from runtime.torch_tp.kv_file import KvFile
+from runtime.torch_tp.kv_handovers import GivenKv
 from runtime.torch_tp.measured import Measured
 from runtime.torch_tp.parent_death import die_with_parent
 from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent
@@ -34,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 16
 RESPLIT_DEADLINE_S = 60.0
+KV_DEADLINE_S = 10.0  # of one part
 
 
 class GroupHost:
@@ -43,13 +47,13 @@ class GroupHost:
         self._engine, self._settings, self._writer = engine, settings, writer
         self._answers: dict[int, asyncio.Task[None]] = {}
         self._streams: dict[int, AnswerStream] = {}
-        self._resplits: set[asyncio.Task[None]] = set()
+        self._orders: set[asyncio.Task[None]] = set()
         self._probes = 0
         self._reported_step = -1
         self._last_steps, self._last_step_s = 0, 0.0
 
     async def serve(self, reader: asyncio.StreamReader, cutter: FrameCutter) -> None:
-        reporting = asyncio.create_task(self._report_for_ever())
+        reporting = asyncio.create_task(self._report_while_serving())
         try:
             while data := await reader.read(1 << 16):
                 for message in cutter.feed(data):
@@ -73,10 +77,11 @@ class GroupHost:
             task = asyncio.create_task(self._probe(message[1]))
             self._answers[-1 - message[1]] = task
             task.add_done_callback(lambda done, number=message[1]: self._answers.pop(-1 - number, None))
-        elif kind == M.RESPLIT:
-            task = asyncio.create_task(self._resplit(*message[1:]))
-            self._resplits.add(task)
-            task.add_done_callback(self._resplits.discard)
+        elif kind in (M.RESPLIT, M.GIVE_KV, M.TAKE_KV):
+            order = {M.RESPLIT: self._resplit, M.GIVE_KV: self._give_kv, M.TAKE_KV: self._take_kv}[kind]
+            task = asyncio.create_task(self._order(message[1], order(*message[2:])))
+            self._orders.add(task)
+            task.add_done_callback(self._orders.discard)
         elif kind == M.STRIKE:  # drills: a signal to one rank
             self._engine.signal_rank(message[1], signal.Signals(message[2]))
 
@@ -122,23 +127,41 @@ class GroupHost:
             logger.info("probe failed reason=%s", error)
         self._say([M.PROBED, number, is_made])
 
-    async def _resplit(self, number: int, heads: list[float], blocks: list[float], rows: list[float]) -> None:
+    async def _order(self, number: int, work: Coroutine[Any, Any, list[Any]]) -> None:
+        """Say what came of an order: why it could not be done, or "" and what it brought."""
+        try:
+            result, error = await work, ""
+        except (GroupError, ValueError, TimeoutError, IndexError) as refused:
+            result, error = [], str(refused) or type(refused).__name__
+        self._say([M.CARRIED_OUT, number, error, *result])
+
+    async def _resplit(self, heads: list[float], blocks: list[float], rows: list[float]) -> list[Any]:
         """Slide to the split by these widths, one per rank of the group; ranks that are no members now are left out."""
-        engine, paused_s, version, error = self._engine, self._engine.plan_paused_s, 0, ""
+        engine, paused_s = self._engine, self._engine.plan_paused_s
         try:
             members = engine.supervisor.members
             chosen = [[float(widths[rank]) for rank in members] for widths in (heads, blocks, rows)]
             cuts = {"mlp_shares": chosen[1], "vocabulary_shares": chosen[2]}
             version = (await asyncio.to_thread(engine.set_plan, chosen[0], RESPLIT_DEADLINE_S, cuts=cuts)).version
-        except (GroupError, ValueError, TimeoutError, IndexError) as refused:
-            error = str(refused) or type(refused).__name__
-        self._say(M.report_to_wire(self._report()))  # so that nobody believes an older one
-        self._say([M.RESPLITTED, number, version, engine.plan_paused_s - paused_s, error])
+        finally:
+            self._say(M.report_to_wire(self._report()))  # so that nobody believes an older one
+        return [version, engine.plan_paused_s - paused_s]
 
-    async def _report_for_ever(self) -> None:
-        while True:
+    async def _give_kv(self, call_id: str, after: int) -> list[Any]:
+        return [asdict(await asyncio.to_thread(self._engine.give_kv, call_id, after, KV_DEADLINE_S))]
+
+    async def _take_kv(self, place: dict[str, Any]) -> list[Any]:
+        given = GivenKv(**{**place, "file": KvFile(**place["file"]), "ids": tuple(place["ids"])})
+        await asyncio.to_thread(self._engine.take_kv, given, KV_DEADLINE_S)
+        return []
+
+    async def _report_while_serving(self) -> None:
+        """An engine that has stopped for good takes this process with it: its keeper starts another, and a live one would be asked on."""
+        while self._engine.is_serving:
             self._say(M.report_to_wire(self._report()))
             await asyncio.sleep(self._settings.report_period_s)
+        logger.error("the engine is gone, and so is its process")
+        self._writer.close()  # what was said is sent first; reading ends with it
 
     def _report(self) -> GroupReport:
         load, measured = self._engine.load(), self._engine.measured()

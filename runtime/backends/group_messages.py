@@ -12,8 +12,9 @@ from runtime.calls import Call, Piece
 from runtime.request_notes import AnswerTimes
 from runtime.torch_tp.requests import GenerationRequest, SamplingSettings, TokenLogprobs
 
-START, SUBMIT, CANCEL, PROBE, STRIKE, RESPLIT, STOP = "start", "submit", "cancel", "probe", "strike", "resplit", "stop"
-UP, FAILED, PIECE, ENDED, REPORT, PROBED, RESPLITTED = "up", "failed", "piece", "ended", "report", "probed", "resplitted"
+START, SUBMIT, CANCEL, PROBE, STRIKE, STOP = "start", "submit", "cancel", "probe", "strike", "stop"
+RESPLIT, GIVE_KV, TAKE_KV = "resplit", "give_kv", "take_kv"  # orders: number, then what they need
+UP, FAILED, PIECE, ENDED, REPORT, PROBED, CARRIED_OUT = "up", "failed", "piece", "ended", "report", "probed", "carried_out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,9 @@ def piece_of(message: Sequence[Any]) -> Piece:
     return Piece(index, token, text, found, reason, prompt_tokens, output_tokens, times=times)
 
 
-def resplit(number: int, plan: SplitPlan) -> list[Any]:
-    """Widths per rank of the group, which count as shares."""
-    return [RESPLIT, number, list(plan.query_heads), list(plan.mlp_blocks), list(plan.vocabulary_rows)]
+def widths_to_wire(plan: SplitPlan) -> list[list[int]]:
+    """Per rank of the group; they count as shares."""
+    return [list(plan.query_heads), list(plan.mlp_blocks), list(plan.vocabulary_rows)]
 
 
 def report_to_wire(report: GroupReport) -> list[Any]:

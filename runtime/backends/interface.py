@@ -6,9 +6,9 @@ taken for a report with an age; what the dispatcher has in flight it knows bette
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from envs.domain.commands import CommandKind
 from envs.domain.plans import SplitPlan
@@ -44,12 +44,12 @@ class BadCall(BackendError):
 class GivenBack(BackendError):
     """The call leaves the group by nobody's fault (recalled, or its pool shrank): it is asked again where it goes on.
 
-    target: the group that it shall go to if that takes it. copy_s: its KV comes along, which takes so long; None: it is computed again.
+    target: the group that it shall go to if that takes it. resumed: told the group that its next token came from.
     """
 
-    def __init__(self, message: str, target: int | None = None, copy_s: float | None = None) -> None:
+    def __init__(self, message: str, target: int | None = None, resumed: Callable[[int], None] | None = None) -> None:
         super().__init__(message)
-        self.target, self.copy_s = target, copy_s
+        self.target, self.resumed = target, resumed
 
 
 class MoveRefused(RuntimeError):
@@ -59,15 +59,12 @@ class MoveRefused(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Begun:
     """What of an answer its caller has already, from another attempt. tokens: empty where nobody told ids. sent: its text; not changed from
-    here on. pieces: how many came.
-    kv_tokens: so many tokens' KV came along, for backends that take it (`carries_kv`). waited_s: since it arrived, when this is not its
-    first
-    attempt: its place in the queue counts from then."""
+    here on. pieces: how many came. waited_s: since it arrived, when this is not its first attempt: its place in the queue counts from
+    then."""
 
     tokens: tuple[int, ...] = ()
     sent: SentText = field(default_factory=SentText)
     pieces: int = 0
-    kv_tokens: int = 0
     waited_s: float = 0.0
 
 
@@ -154,6 +151,17 @@ class GroupReport:
     work: WorkReport | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KvPart:
+    """KV of a running call on its way to another group. tokens: whose KV is there so far; kv_bytes, seconds: what this part of it took.
+    place: where the group that takes it finds it, in its kind's own words."""
+
+    tokens: int
+    kv_bytes: int
+    seconds: float
+    place: Any
+
+
 class Backend(Protocol):
     """One group. All methods belong to the event loop and none of them blocks it."""
 
@@ -161,7 +169,7 @@ class Backend(Protocol):
     group_index: int
     is_emulation: bool
     can: frozenset[CommandKind]  # control commands that it carries out; requeueing needs nothing of it
-    carries_kv: bool  # whether `submit` makes use of `Begun.kv_tokens`
+    kv_home: str | None  # groups with the same one can hand each other the KV of calls; None: it neither gives nor takes any
     keeps_prefixes: bool  # whether a prompt whose beginning it has computed before costs it less, as far as we can tell
 
     async def start(self) -> None:
@@ -189,3 +197,11 @@ class Backend(Protocol):
 
     async def set_split(self, plan: SplitPlan) -> SplitDone:
         """Let new calls get `plan`, whose widths count as shares; those inside go on. Returns when it is in force. Raises: MoveRefused."""
+
+    async def give_kv(self, call_id: str, after: int) -> KvPart:
+        """Copy the KV of a running call, from token `after` on, to where another group of the same `kv_home` can take it; the call runs on.
+        Raises: MoveRefused."""
+
+    async def take_kv(self, part: KvPart) -> None:
+        """Have it ready for the call, which then begins with it if it is submitted here; until then it may be given up for want of room.
+        Raises: MoveRefused."""

@@ -19,7 +19,18 @@ import msgspec
 from envs.domain.commands import CommandKind
 from envs.domain.plans import SplitPlan
 from runtime.backends.http_client import HttpClient, HttpConnection, HttpLost, HttpRefused
-from runtime.backends.interface import NOTHING, BackendBusy, BackendError, BackendFault, BadCall, Begun, GroupReport, MoveRefused, SplitDone
+from runtime.backends.interface import (
+    NOTHING,
+    BackendBusy,
+    BackendError,
+    BackendFault,
+    BadCall,
+    Begun,
+    GroupReport,
+    KvPart,
+    MoveRefused,
+    SplitDone,
+)
 from runtime.backends.load_metrics import load_of
 from runtime.backends.sent_text import SentText
 from runtime.calls import Call, Piece
@@ -77,7 +88,7 @@ class OpenAiHttpBackend:
     is_emulation = False
     keeps_prefixes = False  # its tokens are not known here
     can: frozenset[CommandKind] = frozenset()
-    carries_kv = False
+    kv_home = None
 
     def __init__(self, name: str, group_index: int, url: str, model: str, api_key: str = "") -> None:
         """url: without /v1. model: its name there."""
@@ -135,6 +146,12 @@ class OpenAiHttpBackend:
 
     async def set_split(self, plan: SplitPlan) -> SplitDone:
         raise MoveRefused(f"{self.name}: how a foreign server splits its model is its own business")
+
+    async def give_kv(self, call_id: str, after: int) -> KvPart:
+        raise MoveRefused(f"{self.name}: a foreign server keeps its KV to itself")
+
+    async def take_kv(self, part: KvPart) -> None:
+        raise MoveRefused(f"{self.name}: a foreign server takes no KV")
 
     async def _read(self, client: HttpClient, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """A whole answer: status and body. Raises: HttpLost."""

@@ -24,6 +24,7 @@ from runtime.backends.interface import (
     BadCall,
     Begun,
     GroupReport,
+    KvPart,
     MoveRefused,
     SplitDone,
 )
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 START_DEADLINE_S = 120.0
 PROBE_DEADLINE_S = 3.0
-RESPLIT_DEADLINE_S = 65.0  # the engine's own is shorter
+RESPLIT_DEADLINE_S, KV_DEADLINE_S = 65.0, 12.0  # the engine's own are shorter
 STOP_DEADLINE_S = 10.0
 SILENT_S = 5.0  # a host that has not reported for fifty periods is stopped or stuck: it is started anew
 CALLERS_FAULT = ("too_long", "invalid", "duplicate")
@@ -52,10 +53,11 @@ class TorchTpBackend(asyncio.Protocol):
 
     keeps_prefixes = True
     can = OWN_GROUP_COMMANDS
-    carries_kv = False  # the engine takes token ids alone: what was begun elsewhere is computed again
 
     def __init__(self, name: str, group_index: int, settings: M.HostSettings) -> None:
         self.name, self.group_index, self._settings = name, group_index, settings
+        is_here = not any(rank.get("is_remote") or rank.get("node") for rank in settings.ranks)
+        self.kv_home = f"{settings.model} {settings.dtype}" if is_here else None  # KV crosses in this host's memory
         self.is_emulation = any(rank.get("slow_factor", 1.0) > 1.0 for rank in settings.ranks)
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
@@ -63,7 +65,7 @@ class TorchTpBackend(asyncio.Protocol):
         self._up: asyncio.Future[dict[str, Any]] | None = None
         self._asked: dict[int, _Asked] = {}
         self._probes: dict[int, asyncio.Future[bool]] = {}
-        self._resplits: dict[int, asyncio.Future[SplitDone]] = {}
+        self._orders: dict[int, asyncio.Future[list[Any]]] = {}
         self._number = 0
         self._report: GroupReport | None = None
         self._heard_s = 0.0  # when its process last sent a whole message
@@ -144,19 +146,31 @@ class TorchTpBackend(asyncio.Protocol):
             self._probes.pop(number, None)
 
     async def set_split(self, plan: SplitPlan) -> SplitDone:
+        version, paused_s = await self._order(M.RESPLIT, *M.widths_to_wire(plan), deadline_s=RESPLIT_DEADLINE_S)
+        return SplitDone(version, paused_s)
+
+    async def give_kv(self, call_id: str, after: int) -> KvPart:
+        (place,) = await self._order(M.GIVE_KV, call_id, after, deadline_s=KV_DEADLINE_S)
+        return KvPart(len(place["ids"]), place["kv_bytes"], place["seconds"], place)
+
+    async def take_kv(self, part: KvPart) -> None:
+        await self._order(M.TAKE_KV, part.place, deadline_s=KV_DEADLINE_S)
+
+    async def _order(self, kind: str, *needs: Any, deadline_s: float) -> list[Any]:
+        """Have the host carry out an order; returns what it brought. Raises: MoveRefused."""
         if not self.is_alive:
             raise MoveRefused(f"{self.name}: its process is gone")
         self._number += 1
         number = self._number
-        self._resplits[number] = future = asyncio.get_running_loop().create_future()
-        self._say(M.resplit(number, plan))
+        self._orders[number] = future = asyncio.get_running_loop().create_future()
+        self._say([kind, number, *needs])
         try:
-            async with asyncio.timeout(RESPLIT_DEADLINE_S):
+            async with asyncio.timeout(deadline_s):
                 return await future
         except TimeoutError:
-            raise MoveRefused(f"{self.name}: no answer to a change of split within {RESPLIT_DEADLINE_S:g} s") from None
+            raise MoveRefused(f"{self.name}: no answer to {kind} within {deadline_s:g} s") from None
         finally:
-            self._resplits.pop(number, None)
+            self._orders.pop(number, None)
 
     async def submit(self, call: Call, begun: Begun = NOTHING) -> AsyncIterator[Piece]:
         if not self.is_alive:
@@ -203,9 +217,9 @@ class TorchTpBackend(asyncio.Protocol):
         for future in self._probes.values():
             if not future.done():
                 future.set_result(False)
-        for resplit in self._resplits.values():
-            if not resplit.done():
-                resplit.set_exception(MoveRefused(str(lost)))
+        for order in self._orders.values():
+            if not order.done():
+                order.set_exception(MoveRefused(str(lost)))
 
     # ------------------------------------------------------------------------------------------------------------------------
 
@@ -223,22 +237,22 @@ class TorchTpBackend(asyncio.Protocol):
             future = self._probes.get(message[1])
             if future is not None and not future.done():
                 future.set_result(bool(message[2]))
-        elif kind == M.RESPLITTED:
-            self._on_resplitted(*message[1:])
+        elif kind == M.CARRIED_OUT:
+            self._on_carried_out(*message[1:3], result=message[3:])
         elif kind in (M.UP, M.FAILED) and self._up is not None and not self._up.done():
             if kind == M.UP:
                 self._up.set_result(message[1])
             else:
                 self._up.set_exception(BackendFault(f"{self.name}: {message[1]}"))
 
-    def _on_resplitted(self, number: int, version: int, paused_s: float, error: str) -> None:
-        future = self._resplits.get(number)
-        if future is None or future.done():
+    def _on_carried_out(self, number: int, error: str, result: list[Any]) -> None:
+        order = self._orders.get(number)
+        if order is None or order.done():
             return
         if error:
-            future.set_exception(MoveRefused(f"{self.name}: {error}"))
+            order.set_exception(MoveRefused(f"{self.name}: {error}"))
         else:
-            future.set_result(SplitDone(version, paused_s))
+            order.set_result(result)
 
     def _error_of(self, reason: str, text: str) -> BackendError:
         if reason in CALLERS_FAULT:

@@ -19,11 +19,11 @@ import msgspec
 
 from runtime.rollout.candidate import Candidate
 from runtime.rollout.description import audit_shown, describe
-from runtime.rollout.evidence import read_key, replay_verdict
+from runtime.rollout.examiner import examined
 from runtime.rollout.gates import Verdict
 from runtime.rollout.settings import CanaryGate, RolloutEntry
 from runtime.rollout.stage_stats import CanaryStats, ShadowStats, canary_stats, read_stats
-from runtime.rollout.state import BundleName, RolloutError, RolloutState, begun, promoted, rolled_back
+from runtime.rollout.state import BundleName, InconsistentState, RolloutError, RolloutState, begun, promoted, rolled_back
 from runtime.rollout.store import RolloutStore, check_bundle
 from runtime.rollout.switchback import Switchback
 from runtime.rollout.trials import CanaryTrial, ShadowTrial, Trial
@@ -113,7 +113,12 @@ class RolloutControl:
     async def begin(self, bundle: Path, evaluation: Path, incumbent_evaluation: Path | None, actor: str) -> dict[str, Any]:
         """Check the evidence, then let the bundle decide in shadow. Raises: RolloutError."""
         async with self._moving:
-            evidence, candidate = await asyncio.to_thread(self._examined, bundle, evaluation, incumbent_evaluation)
+            begun(self.state, BundleName("", str(bundle), ""), "", "", {}, 0.0)  # says now what forbids a rollout
+            settings = self.settings
+            evidence = await examined(
+                settings.replay, bundle, evaluation, self._incumbent(), incumbent_evaluation, settings.evidence_key_file
+            )
+            candidate = await asyncio.to_thread(self._store.adopt_bundle, bundle)
             state = begun(self.state, candidate, self._configured, secrets.token_hex(8), evidence, self._unix_s())
             await self._commit(state, "start", actor, {"evidence": evidence})
             await self._begin_stage()
@@ -152,14 +157,6 @@ class RolloutControl:
                 )
                 await self._commit(state, "overruled", "service", {})
             self._configured, self._bundle = configured, bundle
-
-    def _examined(self, bundle: Path, evaluation: Path, incumbent_evaluation: Path | None) -> tuple[dict[str, Any], BundleName]:
-        """In a thread: it reads and copies files."""
-        begun(self.state, BundleName("", str(bundle), ""), "", "", {}, 0.0)  # says now what forbids a rollout
-        evidence = replay_verdict(
-            self.settings.replay, bundle, evaluation, self._incumbent(), incumbent_evaluation, read_key(self.settings.evidence_key_file)
-        )
-        return evidence, self._store.adopt_bundle(bundle)
 
     def _incumbent(self) -> str | Path:
         if self.state.incumbent is not None:
@@ -229,6 +226,8 @@ class RolloutControl:
             if self._switchback is not None:
                 first = max(first, self._switchback.pairs_begun)
             self._switchback = Switchback(settings, gate.share, state.salt, begin_s, first, multiplier, self._now_s, self._switchback)
+            if read_kept:
+                self._remember_arms(self._switchback)
             self._trial = CanaryTrial(dispatcher, guard, lambda: self.settings, self._canary_gate, counted, self._switchback)
         self._looked_s = self._kept_s = self._now_s()
         self._attach_if_ready()
@@ -291,7 +290,21 @@ class RolloutControl:
         assert self._trial is not None
         pairs = self._switchback.pairs_begun if self._switchback is not None else self.state.pairs_begun
         state = msgspec.structs.replace(self.state, stats=self._trial.kept(), pairs_begun=pairs)
-        await asyncio.shield(asyncio.to_thread(self._store.put_down, state))
+        arms = self._switchback.kept() if self._switchback is not None else []
+
+        def put_down() -> None:
+            self._store.put_down(state)
+            if arms:
+                self._store.put_down_arms(arms)
+
+        await asyncio.shield(asyncio.to_thread(put_down))
+
+    def _remember_arms(self, switchback: Switchback) -> None:
+        """After a restart: a user or session keeps its arm. A file that cannot be read costs that, and no more."""
+        try:
+            switchback.remember(self._store.arms())
+        except (OSError, InconsistentState) as error:
+            logger.warning("rollout arms not read reason=%s", error)
 
     def _verdict(self, trial: Trial) -> Verdict:
         candidate = self._candidate

@@ -18,11 +18,12 @@ from typing import Any
 
 import msgspec
 
-from agents.policy_bundle import WEIGHTS_BYTES_MAX, BundleError, bundle_digests
+from agents.policy_bundle import WEIGHTS_BYTES_MAX, BundleError, bundle_digest, bundle_digests
 from agents.whole_files import read_plain_file, replace_file, sync_folder
+from runtime.rollout import kept_arms
 from runtime.rollout.state import FORMAT_VERSION, BundleName, InconsistentState, RolloutError, RolloutState
 
-STATE_FILE, AUDIT_FILE, LOCK_FILE, BUNDLES = "rollout.json", "audit.jsonl", "lock", "bundles"
+STATE_FILE, AUDIT_FILE, ARMS_FILE, LOCK_FILE, BUNDLES = "rollout.json", "audit.jsonl", "arms.json", "lock", "bundles"
 TAIL_BYTES = 1 << 16
 STATE_BYTES_MAX = 4 << 20
 
@@ -54,8 +55,9 @@ class RolloutStore:
             raise RolloutBusy(folder, url) from None
         try:
             os.ftruncate(self._lock, 0)
-            for left in folder.glob(f".{STATE_FILE}.*"):  # of a kill amid a write
-                left.unlink()
+            for name in (STATE_FILE, ARMS_FILE):
+                for left in folder.glob(f".{name}.*"):  # of a kill amid a write
+                    left.unlink()
             self.state = read_state(folder)
             self._repair_audit()
         except BaseException:
@@ -89,6 +91,21 @@ class RolloutStore:
         """Keep counts of the stage under way; no move, no line in the log. Raises: OSError."""
         self._write(state)
 
+    def put_down_arms(self, arms: list[tuple[int, str, float]]) -> None:
+        """Who has which arm, and for how many seconds each was silent. Raises: OSError."""
+        now_s = self._unix_s()
+        rows = [(key, arm, now_s - silent_s) for key, arm, silent_s in arms]
+        replace_file(self.folder / ARMS_FILE, kept_arms.written(self.state.salt, rows))
+
+    def arms(self) -> list[tuple[int, str, float]]:
+        """What was put down in this rollout; [] where nothing was. Raises: OSError, InconsistentState for a file that cannot be read."""
+        try:
+            data = read_plain_file(self.folder / ARMS_FILE, STATE_BYTES_MAX)
+        except FileNotFoundError:
+            return []
+        now_s = self._unix_s()
+        return [(key, arm, now_s - seen_s) for key, arm, seen_s in kept_arms.read(data, self.state.salt)]
+
     def _write(self, state: RolloutState) -> None:
         replace_file(self.folder / STATE_FILE, msgspec.json.format(msgspec.json.encode(state), indent=1))
         self.state = state
@@ -119,7 +136,7 @@ class RolloutStore:
     def adopt_bundle(self, origin: Path) -> BundleName:
         """A copy of our own, so that nobody changes a bundle under a rollout. Raises: RolloutError."""
         try:
-            digest = digest_of(origin)
+            digest = bundle_digest(origin)
             target = self.folder / BUNDLES / digest[:16]
             if not target.exists():
                 temporary = Path(f"{target}.new")
@@ -151,15 +168,10 @@ def read_state(folder: Path) -> RolloutState:
     return state
 
 
-def digest_of(bundle: Path) -> str:
-    """One digest over a bundle's files. Raises: OSError."""
-    return hashlib.sha256(json.dumps(bundle_digests(bundle), sort_keys=True).encode()).hexdigest()
-
-
 def configured_digest(bundle: str | None) -> str:
     """Of the service file's bundle: "" for none, and for one that cannot be read."""
     try:
-        return digest_of(Path(bundle)) if bundle is not None else ""
+        return bundle_digest(Path(bundle)) if bundle is not None else ""
     except OSError:
         return ""
 
@@ -167,7 +179,7 @@ def configured_digest(bundle: str | None) -> str:
 def check_bundle(name: BundleName) -> None:
     """Raises: RolloutError unless our copy is there and unchanged."""
     try:
-        is_same = digest_of(Path(name.folder)) == name.digest
+        is_same = bundle_digest(Path(name.folder)) == name.digest
     except OSError as error:
         raise RolloutError(f"{name.folder}: the copy of {name.origin} is gone ({error.strerror})") from error
     if not is_same:

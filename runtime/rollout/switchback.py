@@ -3,6 +3,7 @@
 Arms share queues, so calls side by side say nothing about the arms: slices do. They come in pairs, each pair's order drawn anew; a pair's
 difference is one value for the test. A user or session keeps its arm (`sticky_s`); its calls in the other arm's slices, and calls in a
 slice's first `washout_s`, are served like any other and not compared. Nothing is copied: each call is served, billed and counted once.
+Who keeps which arm outlives a restart (`kept`, `remember`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from envs.decision.objective import value_of
@@ -93,6 +94,19 @@ class Switchback:
         if len(self._kept) > KEPT_MAX:
             self._kept.popitem(last=False)
         return arm
+
+    def kept(self) -> list[tuple[int, str, float]]:
+        """(key, arm, seconds since its last call) of every user and session, the longest silent first."""
+        now_s = self._now_s()
+        return [(key, arm, now_s - seen_s) for key, (arm, seen_s) in self._kept.items()]
+
+    def remember(self, kept: Iterable[tuple[int, str, float]]) -> None:
+        """What `kept` said before a restart, seconds that have passed since included. One that was met since keeps what it got."""
+        now_s, met = self._now_s(), self._kept
+        self._kept = OrderedDict((key, (arm, now_s - max(0.0, silent_s))) for key, arm, silent_s in kept if arm in ARMS and key not in met)
+        self._kept.update(met)
+        while len(self._kept) > KEPT_MAX:
+            self._kept.popitem(last=False)
 
     def _number(self, key: str) -> int:
         """64 bits; who meets the candidate at 1 % also does at 10 %."""

@@ -25,7 +25,7 @@ GROUP_COMMANDS = (
     CommandKind.RESTORE, CommandKind.REGROUP,
 )  # fmt: skip
 
-ALWAYS_COUNTED = ("retries", "attempts_lost", "busy", "groups_lost", "moved_calls", "requeued_calls", "degraded")
+ALWAYS_COUNTED = ("retries", "attempts_lost", "busy", "groups_lost", "moved_calls", "moved_calls_copied", "requeued_calls", "degraded")
 
 
 def state_of(
@@ -44,7 +44,7 @@ def state_of(
             _group(dispatcher, view, g, kinds[g], states[g], float(debt_s[g])) for g in range(len(names))
         ],
         "moves": [move_told(move, names) for move in control.moves.log],
-        "moves_under_way": [move_told(move, names) for move in control.moves.under_way.values()],
+        "moves_under_way": [move_told(move, names) for move in dict.fromkeys(control.moves.under_way.values())],
         "decisions": sorted(decisions, key=lambda said: -said["at_s"])[:64],
         "class_breakers": [
             {"service_class": service.name, **breaker_told(breaker, view.now_s)}

@@ -196,6 +196,7 @@ class Dispatcher:
     async def _serve(self, call: Call, request: Request) -> AsyncIterator[Piece]:
         sent, failed, attempts, is_retry, is_counted = _Sent(), set[int](), 0, False, True
         back: GivenBack | None = None
+        resumed: Callable[[int], None] | None = None
         is_new = True
         self.retries.start_request()
         try:
@@ -203,10 +204,9 @@ class Dispatcher:
                 begun = sent.begun()
                 if attempts or back is not None:
                     begun = replace(begun, waited_s=self._now_s() - request.arrival_s)
-                if back is None or (attempt := await self._placing.go_on_at(back, call, request, begun)) is None:
+                if back is None or (attempt := self._placing.go_on_at(back, call, request, begun)) is None:
                     attempt = await self._placing.place(call, request, begun, frozenset(failed), is_new)
-                elif back.copy_s is not None:
-                    begun = replace(begun, kv_tokens=call.prompt_tokens + begun.pieces)
+                resumed = resumed if back is None else back.resumed
                 attempts, back, is_new = attempts + 1, None, False
                 attempt.flight.continues_at = partial(self._continues_at, call, sent)
                 try:
@@ -216,6 +216,9 @@ class Dispatcher:
                                 self.retries.finish(True)
                                 self.retries.start_request()
                                 is_retry = False
+                            if resumed is not None:
+                                resumed(attempt.group_index)
+                                resumed = None
                             sent.add(piece)
                             yield piece
                             if piece.finish_reason is not None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from envs.decision import move_prices
 from envs.decision.move_candidates import fallback_plan, planned_split
 from envs.decision.split_planner import CORNERS, InfeasibleSplit
 from envs.domain.commands import Command, CommandKind
@@ -23,6 +22,7 @@ from envs.domain.plans import SplitPlan
 from envs.domain.snapshot import BoolArray
 from envs.perf_model.memory_fit import proportional_plan
 from runtime.backends.interface import GivenBack, MoveRefused
+from runtime.scheduling.call_migration import CallMigration
 from runtime.scheduling.control_settings import ControlSettings
 from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.in_flight import Flight
@@ -38,8 +38,9 @@ FOREIGN = "a foreign server's own business: only routing and requeueing are poss
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """One move, as it is told. at_s: Unix time. price_s: expected, took_s: from order to end, paused_s: serving it took. outcome: "done",
-    "refused" (nothing changed), "failed", None while it is under way. calls: moved or asked again."""
+    """One move, as it is told. at_s: Unix time. price_s: expected, took_s: from order to end, paused_s: serving it took; of a moved call,
+    for how long it made no token, once the next one is there. outcome: "done", "refused" (nothing changed), "failed", None while it is
+    under way. calls: moved or asked again."""
 
     at_s: float
     command: Command
@@ -64,6 +65,7 @@ class MoveExecution:
         self._dispatcher, self._settings, self._now_s, self._made = dispatcher, settings, now_s, made
         self.log: deque[Move] = deque(maxlen=MOVES_KEPT)
         self.under_way: dict[int, Move] = {}
+        self.migration = CallMigration(dispatcher, now_s)
         self._drains: dict[int, asyncio.Task[None]] = {}
         self._handlers = {
             CommandKind.SET_SPLIT: self._set_split,
@@ -213,22 +215,16 @@ class MoveExecution:
         return [flight for flight in flights if (at := flight.continues_at) is not None and any(at(int(g)) for g in others)]
 
     async def _migrate(self, command: Command, move: Move) -> float:
-        """The running call goes on at the target: its KV copied or computed again, whichever is cheaper where both are possible."""
-        dispatcher, g, target = self._dispatcher, command.group_index, command.target_index
-        flights = dispatcher.telemetry.flights
-        flight = next((f for f in flights.running[g] if f.request.request_id == command.argument), None)
-        if flight is None:
-            raise MoveRefused("the call has ended, or waits again")
-        kv_tokens = flight.request.prompt_tokens + flights.generated(flight)
-        copied_s = move_prices.copy_s(dispatcher.telemetry.groups[g], kv_tokens)
-        again_s = move_prices.recompute_s(dispatcher.telemetry.model.state, target, kv_tokens)
-        carries = dispatcher.backends[g].carries_kv and dispatcher.backends[target].carries_kv and copied_s < again_s
-        move.detail = "KV copied" if carries else "computed again"
-        move.calls = self._recall([flight], GivenBack(f"{self._name(g)}: moved", target, copied_s if carries else None))
-        if not move.calls:
-            raise MoveRefused("the call cannot leave its group just now")
-        dispatcher.counts["moved_calls"] += move.calls
-        return copied_s if carries else again_s
+        def resumed(paused_s: float) -> None:
+            move.paused_s = paused_s
+
+        self.under_way[command.target_index] = move
+        try:
+            migrated = await self.migration.migrate(command, resumed)
+        finally:
+            self.under_way.pop(command.target_index, None)
+        move.detail, move.price_s, move.calls = migrated.detail, migrated.price_s, 1
+        return migrated.price_s
 
     # --- groups -------------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from envs.domain.commands import Command, CommandKind
@@ -86,13 +85,9 @@ class Placing:
             if not await self._held_calls.wait(wait_s, call.priority):
                 raise refusal("overloaded", "calls of higher priority wait in its place", self._door.retry_after_s())
 
-    async def go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> Attempt | None:
-        """An attempt at the group that a moved call was promised, its KV copied if that was the cheaper way; None where it takes no
-        calls."""
-        asked_s = self._now_s()
-        if back.copy_s:
-            await asyncio.sleep(min(back.copy_s, max(0.0, call.deadline_s - self._now_s())))
-        g = back.target
+    def go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> Attempt | None:
+        """An attempt at the group that a moved call was promised; None where it takes no calls."""
+        asked_s, g = self._now_s(), back.target
         if (
             g is None
             or not (self._view().accepts[g] and self._telemetry.fits(call.prompt_tokens + call.max_tokens)[g])

@@ -61,10 +61,13 @@ class PolicyClient:
         command: Sequence[str] | None = None,
         now_s: Callable[[], float] = time.monotonic,
         decision: Decision = "route",
+        digest: str = "",
     ) -> None:
         """decision: the kind that it shall make. command: another program that speaks the same, for tests; gets descriptor, parent's id
-        and bundle as arguments."""
-        self._bundle, self._candidates, self._decision, self._now_s = bundle, candidates, decision, now_s
+        and bundle as arguments. digest: of the bundle that it shall load; "": as it finds it, and from then on no other, so that a
+        process that is started again after the files were replaced does not bring in what nobody asked for."""
+        self.digest = digest
+        self.bundle, self._candidates, self._decision, self._now_s = bundle, candidates, decision, now_s
         self._command = list(command or (sys.executable, "-m", "runtime.scheduling.policy_process"))
         self.state, self.detail = "gone", ""
         self.restarts = 0
@@ -180,8 +183,8 @@ class PolicyClient:
 
     def _on_message(self, message: list[Any]) -> None:
         if message[0] == M.READY:
-            self.state = "ready"
-            logger.info("policy ready pid=%s bundle=%s", self.pid, self._bundle)
+            self.state, self.digest = "ready", str(message[2])
+            logger.info("policy ready pid=%s bundle=%s", self.pid, self.bundle)
         elif message[0] == M.REFUSED:
             self.state, self.detail = "refused", str(message[1])
             logger.warning("policy bundle refused reason=%s", self.detail)
@@ -202,14 +205,14 @@ class PolicyClient:
         ours.setblocking(False)
         self._cutter = FrameCutter()
         self.state, self.detail = "starting", ""
-        command = [*self._command, str(theirs.fileno()), str(os.getpid()), self._bundle]
+        command = [*self._command, str(theirs.fileno()), str(os.getpid()), self.bundle]
         try:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=_one_thread())
         finally:
             theirs.close()
         self._socket = ours
         asyncio.get_running_loop().add_reader(ours, self._receive)
-        self._send(frame(wanted_of(self._candidates, self._decision)))
+        self._send(frame([wanted_of(self._candidates, self._decision), self.digest]))
 
     async def _keep(self) -> None:
         wait_s = RESTART_S

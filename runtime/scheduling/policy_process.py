@@ -61,18 +61,19 @@ def main(arguments: list[str]) -> int:
     die_with_parent(parent)
     connection = socket.socket(fileno=descriptor)
     cutter = FrameCutter()
-    wanted: list[Any] = []
-    while not wanted and (data := connection.recv(1 << 16)):
-        wanted = next(iter(cutter.feed(data)), [])
+    first: list[Any] = []
+    while not first and (data := connection.recv(1 << 16)):
+        first = next(iter(cutter.feed(data)), [])
+    wanted, digest = first
     try:
-        policy = load_bundle(bundle)
+        policy = load_bundle(bundle, digest=digest)
         check_fits(policy, wanted)
         features, context = len(policy.schema.feature_names), len(policy.schema.context_names)
         policy.scores(np.zeros((1, features), np.float32), np.zeros(context, np.float32), np.ones(1, np.bool_))  # warm
     except BundleError as error:
         connection.sendall(frame([M.REFUSED, str(error)]))
         return 2
-    connection.sendall(frame([M.READY, os.getpid()]))
+    connection.sendall(frame([M.READY, os.getpid(), policy.digest]))
     serve(connection, policy)
     return 0
 

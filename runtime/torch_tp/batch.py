@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from envs.decision.length_estimator import LengthEstimator
 from runtime.torch_tp.batcher_settings import BatcherSettings
@@ -89,17 +89,27 @@ class Batch:
     # --- admission ----------------------------------------------------------------------------------------------------------
 
     def admit(self, now_s: float) -> None:
-        """Let waiting requests in by their keys. While the first does not fit, later ones may pass it, unless it starves."""
+        """Let waiting requests in by their keys. While the first does not fit, later ones may pass it, unless it starves; then only those
+        above normal priority may, into what is kept for them."""
         while self.waiting:
             head = self.waiting[0]
             if self._try_admit(head, now_s) or self._displace_for(head, now_s):
                 continue
+            self._admit_urgent(now_s)
             changes = (self.entered, self.left, self.preemptions)  # room comes with one of these
             if now_s - head.queued_s < self.settings.starve_after_s and changes != self._tried_after:
                 for resident in self.waiting[1 : 1 + PASSING_MAX]:
                     self._try_admit(resident, now_s)
                 self._tried_after = changes
             return
+
+    def _admit_urgent(self, now_s: float) -> None:
+        """Fill what is kept for requests above normal priority: nobody else could have it, whoever waits before them."""
+        for resident in [s for s in self.waiting if s.is_urgent][:PASSING_MAX]:
+            running = [s for s in self.running.values() if s.is_urgent]
+            tokens = sum(self._reserved(s) for s in running) + self._tokens_to_reserve(resident)
+            if len(running) < self.settings.kept_slots and tokens <= self.settings.kept_kv_tokens:
+                self._try_admit(resident, now_s)
 
     def _try_admit(self, resident: Resident, now_s: float) -> bool:
         if not self._batch_has_room(resident):
@@ -109,19 +119,34 @@ class Batch:
             self._start(resident, taken, now_s)
         return taken is not None
 
-    def _batch_has_room(self, resident: Resident, displaced: int = 0) -> bool:
-        """One more row must leave every step inside the TPOT limits, and the priority slots to those with priority.
+    def _batch_has_room(self, resident: Resident, displaced: Sequence[Resident] = ()) -> bool:
+        """One more row must leave every step inside the TPOT limits, and what is kept to those above normal priority.
 
         displaced: running requests that would go.
         """
-        rows = len(self.running) - displaced + 1
+        rows = len(self.running) - len(displaced) + 1
         if rows == 1:
             return True
-        reserved_slots = 0 if resident.request.priority > 0 else min(self.settings.priority_slots, self.settings.slots_max - 1)
-        if not self.pool.ledger.has_room_beyond(reserved_slots - displaced):
+        if not self._leaves_what_is_kept(resident, self._tokens_to_reserve(resident), displaced):
             return False
         rows_max = min(self._budget.rows(self.running.values()), self._budget.rows([resident]))
-        return rows <= rows_max + (resident.request.priority > 0)
+        return rows <= rows_max + resident.is_urgent
+
+    def _leaves_what_is_kept(self, resident: Resident, tokens: int, displaced: Sequence[Resident] = ()) -> bool:
+        """Whether a request with a slot of `tokens` leaves slots and KV that are kept to those above normal priority, or is one of them.
+        Alone it may have everything: a request that needs the whole pool is served, too."""
+        others = [s for s in self.running.values() if s is not resident and s not in displaced]
+        if resident.is_urgent or not others:
+            return True
+        normal = [s for s in others if not s.is_urgent]
+        settings = self.settings
+        held = sum(self._reserved(s) for s in normal)
+        return len(normal) < settings.slots_max - settings.kept_slots and held + tokens <= settings.kv_tokens_max - settings.kept_kv_tokens
+
+    def _reserved(self, resident: Resident) -> int:
+        """Tokens that its slot has room for."""
+        assert resident.slot is not None
+        return self.pool.ledger.reserved(resident.slot)
 
     def _tokens_to_reserve(self, resident: Resident) -> int:
         """Room for what it has and what its class is expected to add; for one displaced before, all it may ever need."""
@@ -160,9 +185,8 @@ class Batch:
         gained = 0
         for victim in victims:
             chosen.append(victim)
-            assert victim.slot is not None
-            gained += self.pool.ledger.reserved(victim.slot)
-            if self.pool.could_fit(wanted - gained) and self._batch_has_room(head, displaced=len(chosen)):
+            gained += self._reserved(victim)
+            if self.pool.could_fit(wanted - gained) and self._batch_has_room(head, displaced=chosen):
                 break
         else:
             return False
@@ -195,29 +219,38 @@ class Batch:
         if tokens <= self.pool.ledger.reserved(slot):
             return True
         wanted = min(resident.request.tokens_needed, tokens + self.settings.growth_tokens)
-        if self.pool.grow(slot, wanted) or self.pool.grow(slot, tokens):
+        if self._grow(resident, wanted) or self._grow(resident, tokens):
             return True
         for victim in self._victims(resident):
             self._preempt(victim, now_s)
-            if self.pool.grow(slot, tokens):
+            if self._grow(resident, tokens):
                 return True
         if slot not in self.pool.pinned:
             self._preempt(resident, now_s)
         return False
 
+    def _grow(self, resident: Resident, tokens: int) -> bool:
+        assert resident.slot is not None
+        return self._leaves_what_is_kept(resident, tokens) and self.pool.grow(resident.slot, tokens)
+
     # --- one step -----------------------------------------------------------------------------------------------------------
 
     def next_slices(self, now_s: float) -> tuple[list[SliceCommand], int]:
-        """Slices of the next step by key, and how many passes it may run."""
+        """Slices of the next step by key, and how many passes it may run. Half of a chunk is for the first prompt above normal priority."""
         order = sorted(self.running.values(), key=lambda s: s.key)
         decoding = [s for s in order if s.pending == 1]
         is_calm = len(decoding) == len(order)  # no prompt to compute
         chunk = 0 if is_calm else self._budget.chunk_tokens(order, self.waiting, now_s)
         passes = self._budget.passes(decoding, self._calm_steps) if is_calm else 1
+        urgent = next((s for s in order if s.is_urgent and s.pending > 1), None)
+        kept = 0 if urgent is None else min(urgent.pending, -(-chunk // 2))
+        chunk -= kept
         slices: list[SliceCommand] = []
         for resident in order:
             if resident.slot is None:  # displaced while room was made for an earlier one
                 continue
+            if resident is urgent:
+                chunk += kept
             is_decoding = resident.pending == 1
             count = 1 if is_decoding else min(resident.pending, chunk)
             if count < 1 or not self._secure(resident, resident.computed + count + passes - 1, now_s):

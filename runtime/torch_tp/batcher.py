@@ -6,7 +6,7 @@ Everything a request needs to be begun again lies here as token ids, so that not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from envs.decision.length_estimator import LengthEstimator
@@ -131,7 +131,7 @@ class Batcher:
         slices, decode_steps = self._batch.next_slices(now_s)
         if not self._residents:
             self.check()
-        if not (slices or self._batch.pool.has_releases):
+        if not (slices or self._batch.pool.has_orders):
             return None
         self._step += 1
         command = StepCommand(self._step, tuple(slices), decode_steps, **self._batch.pool.take_orders())
@@ -209,6 +209,31 @@ class Batcher:
     def drop_retained(self) -> None:
         """Give up KV kept for reuse."""
         self._batch.pool.drop_retained()
+
+    # --- KV from and for other engines --------------------------------------------------------------------------------------
+
+    def held(self, request_id: str) -> tuple[int, tuple[int, ...], int] | None:
+        """Slot of a running request, the ids whose KV it holds, and how many its slot may come to hold; None where it does not run."""
+        resident = self._residents.get(request_id)
+        if resident is None or resident.slot is None:
+            return None
+        return resident.slot, tuple(resident.ids[: resident.computed]), resident.request.tokens_needed
+
+    def expect(self, ids: Sequence[int], tokens: int) -> int | None:
+        """See `SlotPool.expect`; under the plan of new requests. What arrives is of use to any request that begins alike."""
+        return self._batch.pool.expect(ids, self._batch.plan_version, tokens)
+
+    def is_at_ranks(self, slot: int) -> bool:
+        """Whether the ranks know of an expected slot."""
+        return self._in_flight is None and not self._batch.pool.is_ordered(slot)
+
+    def is_expected(self, slot: int) -> bool:
+        """Whether a slot still waits for what `expect` announced: it may have been lost."""
+        return self._batch.pool.is_expected(slot)
+
+    def arrived(self, slot: int, ids: Sequence[int]) -> bool:
+        """See `SlotPool.arrived`."""
+        return self._batch.pool.arrived(slot, ids)
 
     # --- views --------------------------------------------------------------------------------------------------------------
 

@@ -6,13 +6,18 @@ from dataclasses import dataclass
 
 from runtime.torch_tp.requests import GenerationRequest, Refused
 
+PRIORITY_SLOT_FROM = 4
+"""Slots from which one is kept for requests above normal priority."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatcherSettings:
     """Limits of one engine. Sizes in tokens, times in seconds.
 
-    kv_tokens_max: pool over all slots. slots_max: slots, running and retained; priority_slots of them only requests of priority > 0
-    may take. queue_limit: requests that may wait. chunk_tokens_*: prompt tokens per step. decode_steps_max: passes per message;
+    kv_tokens_max: pool over all slots. slots_max: slots, running and retained. priority_slots, priority_kv_tokens: so much of both only
+    requests above normal priority (> 0) may take, unless one runs alone; None: one slot from 4 slots on, and KV in the same proportion,
+    so that such a request begins in the next step, however many of normal priority run.
+    queue_limit: requests that may wait. chunk_tokens_*: prompt tokens per step. decode_steps_max: passes per message;
     burst_s: such a run should not take longer. growth_tokens: KV is reserved in such portions beyond what a request is expected to
     need. head_start_s: one level of priority is worth so long a wait. starve_after_s: a request that waited longer lets nobody pass
     and may displace later ones. preemptions_max: after so many a request is no more displaced. limit_headroom: share of the TPOT
@@ -25,7 +30,8 @@ class BatcherSettings:
     slots_max: int = 32
     vocabulary: int | None = None
     eos_ids: tuple[int, ...] = ()
-    priority_slots: int = 1
+    priority_slots: int | None = None
+    priority_kv_tokens: int | None = None
     queue_limit: int = 256
     chunk_tokens_max: int = 512
     chunk_tokens_min: int = 16
@@ -46,6 +52,26 @@ class BatcherSettings:
                 raise ValueError(f"BatcherSettings: {name}={getattr(self, name)} must be at least 1")
         if self.chunk_tokens_max < self.chunk_tokens_min:
             raise ValueError(f"BatcherSettings: chunk_tokens_max={self.chunk_tokens_max} is below chunk_tokens_min={self.chunk_tokens_min}")
+        for name, kept, most in (
+            ("priority_slots", self.kept_slots, self.slots_max - 1),
+            ("priority_kv_tokens", self.kept_kv_tokens, self.kv_tokens_max),
+        ):
+            if not 0 <= kept <= most:
+                raise ValueError(f"BatcherSettings: {name}={kept} must be from 0 to {most}; the rest is for requests of normal priority")
+
+    @property
+    def kept_slots(self) -> int:
+        """For requests above normal priority."""
+        if self.priority_slots is None:
+            return int(self.slots_max >= PRIORITY_SLOT_FROM)
+        return self.priority_slots
+
+    @property
+    def kept_kv_tokens(self) -> int:
+        """For requests above normal priority."""
+        if self.priority_kv_tokens is None:
+            return self.kv_tokens_max * self.kept_slots // self.slots_max
+        return self.priority_kv_tokens
 
     @property
     def request_tokens_max(self) -> int:

@@ -22,6 +22,7 @@ from envs.domain.plans import LayerPlans
 from runtime.torch_tp.answer_stream import AnswerStream
 from runtime.torch_tp.batcher import Batcher, BatcherSettings, Load, Progress
 from runtime.torch_tp.config import ModelConfig, read_config
+from runtime.torch_tp.kv_handovers import GivenKv, KvHandovers
 from runtime.torch_tp.measured import Measured, Totals
 from runtime.torch_tp.model_folder import model_folder
 from runtime.torch_tp.nursery import Nursery
@@ -105,6 +106,7 @@ class Engine:
         )
         self._lock = threading.Lock()  # over batcher and streams; never held while a rank is asked
         self._wake = threading.Condition(self._lock)
+        self._kv_handovers = KvHandovers((config.layers, config.kv_heads, config.head_dim, settings.dtype), self.batcher, self._wake)
         self._streams: dict[str, AnswerStream] = {}
         self._is_closing = False
         self._gone: str | None = None
@@ -189,6 +191,15 @@ class Engine:
             self._deliver(self.batcher.drain_events())
             self._wake.notify()
         return moved
+
+    def give_kv(self, request_id: str, after: int, deadline_s: float) -> GivenKv:
+        """Have a running request's KV, from token `after` on, written where another engine on this host can `take_kv` it, which the
+        request may then go on in. Raises: GroupError where it cannot be done, TimeoutError; nothing has changed then."""
+        return self._kv_handovers.give(request_id, after, deadline_s)
+
+    def take_kv(self, given: GivenKv, deadline_s: float) -> GivenKv:
+        """Have KV that another engine gave ready for a request that begins alike. Raises: as `give_kv`."""
+        return self._kv_handovers.take(given, deadline_s)
 
     def set_plan(
         self, shares: Sequence[float] | None = None, deadline_s: float = 60.0, *, cuts: Mapping[str, Sequence[float]] | None = None
@@ -288,12 +299,16 @@ class Engine:
             self.batcher.fail_all(reason, time.monotonic())
             self._deliver(self.batcher.drain_events())
         self._plan_changes.close(GroupGone(reason))
+        self._kv_handovers.close(GroupGone(reason))
 
     def _turn(self) -> bool:
         """One round of the loop; False when the engine closes. Raises: GroupGone."""
         with self._wake:
-            if self.batcher.is_idle and not self._plan_changes.has_wishes and not self._is_closing:
-                self._wake.wait(BUSY_WAIT_S if self._plan_changes.is_sliding else IDLE_WAIT_S)
+            if self.batcher.is_idle and not self._is_closing:
+                if self._plan_changes.is_sliding or self._kv_handovers.is_under_way:
+                    self._wake.wait(BUSY_WAIT_S)
+                elif not (self._plan_changes.has_wishes or self._kv_handovers.has_work):
+                    self._wake.wait(IDLE_WAIT_S)
             if self._is_closing:
                 return False
         began_s = time.monotonic()
@@ -301,7 +316,11 @@ class Engine:
         try:
             with self._lock:
                 self.batcher.use_plan(self.supervisor.plan.version)  # another one where a step lived through the loss of a rank
-            self._plan_changes.tend(self.supervisor)
+            # a slide moves slots, and what is copied from or to them would not know where they are
+            if not self._kv_handovers.is_under_way:
+                self._plan_changes.tend(self.supervisor)
+            if not self._plan_changes.is_sliding:
+                self._kv_handovers.tend(self.supervisor)
             with self._lock:
                 command = self.batcher.next_step(time.monotonic())
                 self._deliver(self.batcher.drain_events())
@@ -331,6 +350,7 @@ class Engine:
                 self._streams[event.request_id].push(event)
             else:
                 self._proven.discard(event.request_id)
+                self._kv_handovers.ended(event.request_id)
                 self._streams.pop(event.request_id).push(event)
 
     def _note_change(self, change: GroupChange) -> None:

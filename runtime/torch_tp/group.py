@@ -145,7 +145,7 @@ class Group:
         self.tell_members(Message(Kind.FENCE, self.epoch + 1))
         # a step or switch under way ends in GroupRebuilt once the next group stands
         error = GroupError("a rank was lost meanwhile; the order was not carried out")
-        self._rounds.fail(error, (Kind.CONFIGURED, Kind.READY, Kind.PROFILE))
+        self._rounds.fail(error, (Kind.CONFIGURED, Kind.READY, Kind.PROFILE, Kind.CARRIED))
         self._blame.forget()
         self._keeps_kv = False
         self._needs_regroup = True

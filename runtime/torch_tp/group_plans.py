@@ -11,7 +11,7 @@ from envs.decision.layer_cuts import layer_plans
 from envs.domain.plans import LayerPlans
 from envs.domain.specs import ModelSpec
 from runtime.torch_tp.group_values import GroupGone
-from runtime.torch_tp.orders import Switched, SwitchOrder
+from runtime.torch_tp.orders import Carried, CarryOrder, Switched, SwitchOrder
 from runtime.torch_tp.profiler import RankProfile, balanced_cuts
 from runtime.torch_tp.resplit import LIVE_PLANS_MAX, kv_moves, moved_bytes_per_token, over_members, taken_over
 from runtime.torch_tp.slot_records import SlotRecords
@@ -83,6 +83,14 @@ class GroupPlans:
         moved = answers[min(answers)].moves
         self.records.moved(moved, self.newest.version)
         return Switched(moved, sum(answer.kv_bytes for answer in answers.values()), max(answer.seconds for answer in answers.values()))
+
+    def carried(self, order: CarryOrder, answers: Mapping[int, Carried]) -> Carried:
+        """All ranks wrote or filled a slot; returns what it took the group, and the first error."""
+        every = list(answers.values())
+        error = next((answer.error for answer in every if answer.error), "")
+        if not order.gives and not error:
+            self.records.filled(order.slot, order.end)
+        return Carried(sum(answer.kv_bytes for answer in every), max(answer.seconds for answer in every), error)
 
     def kv_bytes_ahead_of_another(self) -> int:
         """KV that must move before one more plan can be used: that of the oldest's slots, where as many plans live as may."""

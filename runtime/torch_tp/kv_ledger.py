@@ -51,10 +51,6 @@ class KvLedger:
     def fits(self, tokens: int, needs_slot: bool) -> bool:
         return self.tokens_free >= tokens and (not needs_slot or bool(self._free))
 
-    def has_room_beyond(self, slots: int) -> bool:
-        """Whether more than `slots` slots are free or retained."""
-        return len(self._free) + len(self._retained) > slots
-
     def take(self, tokens: int) -> int:
         """A free slot with room for `tokens`; the caller has seen that it fits."""
         slot = self._free.pop()

@@ -4,6 +4,8 @@ Each slot gets a second, shadow slot under the new plan. Tokens that are there w
 thread; that is safe because a slot only grows. A slot that is given up meanwhile is still sent (as zeros), so that the ranks, which
 learn of it at different moments, stay in step; the switch leaves it out. The few tokens that came since cross at the switch in one
 gather per chunk on the main thread: the bulk thread stands back for everything else on the machine, and here all ranks wait.
+
+A rank that fails in the copying ahead ends it on all ranks within a chunk (`copy_accord`); the shadows are then dropped.
 """
 
 from __future__ import annotations
@@ -11,16 +13,19 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from runtime.torch_tp.communicators.interface import Communicator
+from runtime.torch_tp.copy_accord import CopyAccord
 from runtime.torch_tp.kv_store import KvFull, KvStore
 from runtime.torch_tp.resplit import KvMove
 from runtime.torch_tp.shares import Interval
 
 CHUNK_BYTES = 1 << 20
+STILL_WITHIN_S = 60.0  # a copy that failed or is fenced ends within a chunk, at the latest at the communicator's deadline
 
 
 @dataclass(slots=True)
@@ -59,38 +64,56 @@ class KvMover:
         self._generation_of = generation_of
         self._shadows: list[_Shadow] = []
         self._generations: dict[int, int] = {}
+        self._accord = CopyAccord(communicator, dtype, device)
+        self._is_still = threading.Event()  # no copy is under way
+        self._is_still.set()
         self.received_bytes = 0
 
     def begin(
         self, slots: Sequence[int], shadow_of: Callable[[int], int], to_version: int, room_of: Callable[[int], int]
     ) -> tuple[int, ...]:
-        """Take shadows for as many of `slots` as there is room for; returns those. room_of: a slot's tokens_max, now and at the end."""
+        """Take shadows for as many of `slots` as there is room for; returns those. room_of: a slot's tokens_max, now and at the end.
+
+        `copy_ahead` must follow; it raises what failed here.
+        """
         self._room_of = room_of
-        for slot in slots:
-            try:
-                self._kv.allocate(shadow_of(slot), to_version, room_of(slot))
-            except KvFull:
-                break  # alike on every rank: room is counted in tokens
-            self._shadows.append(_Shadow(slot, shadow_of(slot), self._kv.length(slot)))
-            self._generations[slot] = self._generation_of(slot)
+        self._is_still.clear()
+        with self._accord.noting():
+            for slot in slots:
+                try:
+                    self._kv.allocate(shadow_of(slot), to_version, room_of(slot))
+                except KvFull:
+                    break  # alike on every rank: room is counted in tokens
+                self._shadows.append(_Shadow(slot, shadow_of(slot), self._kv.length(slot)))
+                self._generations[slot] = self._generation_of(slot)
         return tuple(shadow.slot for shadow in self._shadows)
 
     def go_on(self) -> tuple[int, ...]:
         """After `copy_ahead`: have it copy what came since; returns all slots that are being copied."""
-        for shadow in self._shadows:
-            shadow.copied = shadow.tokens
-            if self._is_same(shadow) and self._has_grown_with(shadow):
-                shadow.tokens = self._kv.length(shadow.slot)
+        self._is_still.clear()
+        with self._accord.noting():
+            for shadow in self._shadows:
+                shadow.copied = shadow.tokens
+                if self._is_same(shadow) and self._has_grown_with(shadow):
+                    shadow.tokens = self._kv.length(shadow.slot)
         return tuple(shadow.slot for shadow in self._shadows)
 
     def copy_ahead(self) -> None:
-        """Copy what the slots held at `begin` or `go_on`. Raises: PeerLost, CollectiveTimeout."""
-        for shadow in self._shadows:
-            self._copy(shadow, shadow.copied, shadow.tokens)
+        """Copy what the slots held at `begin` or `go_on`, then be still. Raises: PeerLost, CollectiveTimeout; what failed on this rank;
+        CopyEnded where another one failed."""
+        try:
+            self._accord.exchange()  # a rank that could not even begin does not know the chunks to come
+            for shadow in self._shadows:
+                self._copy(shadow, shadow.copied, shadow.tokens)
+            self._accord.raise_if_failed()
+        finally:
+            self._is_still.set()
 
     def finish(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Bring the shadows of `slots` up to date and put them in the place of their slots; drop the others. Returns: the slots moved,
         which are those that were neither given up nor refilled since `begin`, and for which there is room where they have grown."""
+        if not self._is_still.wait(STILL_WITHIN_S):
+            raise TimeoutError(f"the copying ahead did not end within {STILL_WITHIN_S:g} s")
         moved: list[int] = []
         for shadow in self._shadows:
             if shadow.slot in slots and self._is_same(shadow) and self._has_grown_with(shadow):
@@ -119,15 +142,16 @@ class KvMover:
     def _copy(self, shadow: _Shadow, start: int, end: int, *, at_switch: bool = False) -> None:
         if end <= start:
             return
+        noting = nullcontext if at_switch else self._accord.noting
         for layers in self._chunks(end - start):
             moves = [move for layer in layers for move in self._by_layer[layer]]
             arrivals = (self._gathered if at_switch else self._exchanged)(shadow, moves, start, end)
-            with self._lock:
+            with noting(), self._lock:
                 for move, values in arrivals:
                     self._kv.import_(shadow.shadow, move.layer, move.heads, start, values)
         # a rank that holds no head of the slot must still know its length
         nothing = torch.empty((2, 0, end - start, self._head_dim), dtype=self._dtype, device=self._device)
-        with self._lock:
+        with noting(), self._lock:
             self._kv.import_(shadow.shadow, 0, Interval(0, 0), start, nothing)
 
     def _exchanged(self, shadow: _Shadow, moves: Sequence[KvMove], start: int, end: int) -> list[tuple[KvMove, torch.Tensor]]:
@@ -138,7 +162,9 @@ class KvMover:
         rank = self._communicator.rank
         for move in moves:
             if move.source == rank:
-                values = self._export(shadow.slot, move, start, end)
+                values = torch.zeros(self._shape(move, start, end), dtype=self._dtype, device=self._device)
+                with self._accord.noting():
+                    values = self._export(shadow.slot, move, start, end)
                 if move.target == rank:
                     arrivals.append((move, values))
                 else:
@@ -147,8 +173,7 @@ class KvMover:
                 room = torch.empty(self._shape(move, start, end), dtype=self._dtype, device=self._device)
                 receives.append((move.source, room))
                 arrivals.append((move, room))
-        if sends or receives:
-            self._communicator.exchange(sends, receives)
+        self._accord.exchange(sends, receives)
         self.received_bytes += sum(room.nbytes for _, room in receives)
         return arrivals
 

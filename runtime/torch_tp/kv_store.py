@@ -48,6 +48,9 @@ class KvStore(Protocol):
     def length(self, slot: int) -> int:
         """Tokens whose KV is held."""
 
+    def heads(self, slot: int) -> tuple[Interval, ...]:
+        """KV heads per layer that are held of it."""
+
     def truncate(self, slot: int, tokens: int) -> None:
         """Forget all but the first `tokens`."""
 
@@ -124,6 +127,9 @@ class SlotBook(Generic[Storage]):
 
     def length(self, slot: int) -> int:
         return self._entry(slot).length
+
+    def heads(self, slot: int) -> tuple[Interval, ...]:
+        return self._entry(slot).heads
 
     def plan_version(self, slot: int) -> int:
         return self._entry(slot).plan_version

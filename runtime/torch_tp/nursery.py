@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -84,6 +84,8 @@ class ForkedWorker:
 class Nursery:
     """The controller's half. Start it early: `start` returns at once, the imports go on meanwhile. Not for several threads at once."""
 
+    PROGRAM: ClassVar = "runtime.torch_tp.nursery"
+
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -97,7 +99,7 @@ class Nursery:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "runtime.torch_tp.nursery", "--socket", str(theirs.fileno()), "--parent", str(os.getpid())],
+                [sys.executable, "-m", self.PROGRAM, "--socket", str(theirs.fileno()), "--parent", str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 env=worker_environment(1),
                 stdin=subprocess.DEVNULL,

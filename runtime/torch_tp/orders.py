@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from envs.domain.plans import LayerPlans
 from envs.domain.specs import ModelSpec
+from runtime.torch_tp.kv_file import KvFile
 from runtime.torch_tp.slot_records import SlotRecord
 from runtime.torch_tp.steps import SlotTokens, StepCommand
 
@@ -120,6 +121,28 @@ class Switched:
     moves: tuple[int, ...]
     kv_bytes: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CarryOrder:
+    """Beside the steps, write the KV of tokens [start, end) of a slot to `file` (gives), or fill the slot from there, within deadline_s.
+    A slot that is filled belongs to no request yet; nothing but its release is ordered of it until all have answered."""
+
+    file: KvFile
+    slot: int
+    start: int
+    end: int
+    gives: bool
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """kv_bytes: written or read by this rank (or all of them); error: "" where all of it was."""
+
+    kv_bytes: int
+    seconds: float
+    error: str
 
 
 @dataclass(frozen=True, slots=True)

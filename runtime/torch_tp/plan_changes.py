@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
+from envs.decision.move_prices import CopyPrice
 from envs.domain.plans import LayerPlans
 from runtime.torch_tp.group_values import GroupError, GroupGone, GroupRebuilt
-from runtime.torch_tp.resplit import MovePrice, Slide, SlideState, SlideStep, pays
+from runtime.torch_tp.resplit import Slide, SlideState, SlideStep, pays
 from runtime.torch_tp.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class PlanChanges:
         self._slide: Slide | None = None
         self._told: Future[LayerPlans] | None = None
         self._shares: dict[str, dict[int, float]] | None = None  # of each cut by worker, where the caller chose
-        self._price = MovePrice()
+        self._price = CopyPrice()
         self._corrected_s = time.monotonic()
         self._take_in_from_s = math.inf  # when those that joined are next to be given work; inf: all have theirs
 
@@ -146,7 +147,7 @@ class PlanChanges:
         plan = supervisor.next_plan()
         ratio = supervisor.step_ratio(plan)
         kv_bytes = supervisor.kv_bytes_ahead_of_another_plan()
-        if pays(1.0, ratio, self._price.cost_s(kv_bytes, switches=2 if kv_bytes else 1)):
+        if pays(1.0, ratio, self._price.cost_s(kv_bytes, pauses=2 if kv_bytes else 1)):
             logger.info("correcting split plan_version=%d step_ratio=%.3f", plan.version, ratio)
             self._slide = Slide(supervisor, plan, self._price)
 

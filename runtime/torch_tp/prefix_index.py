@@ -65,6 +65,13 @@ class PrefixIndex:
         held = self._held.get(slot)
         return held.computed if held else 0
 
+    def whole(self, ids: Sequence[int], plan_version: int) -> int | None:
+        """A slot that holds the KV of exactly `ids`; None where none does."""
+        for slot, held in self._held.items():
+            if held.computed == len(ids) and held.plan_version == plan_version and list(held.ids[: len(ids)]) == list(ids):
+                return slot
+        return None
+
     def longest(self, ids: Sequence[int], plan_version: int) -> tuple[int, int] | None:
         """(slot, tokens) of the longest prefix of `ids` held, at least one block, at most all but the last token; else None."""
         key, found = plan_version, None

@@ -17,7 +17,7 @@ import msgspec
 
 from runtime.frames import FRAME_BYTES_MAX, FrameCutter, framed, packed
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Kind(IntEnum):
@@ -40,6 +40,8 @@ class Kind(IntEnum):
     FENCE = 14  # controller: abandon everything of this epoch
     BEAT = 15  # worker: Beat, where no page is shared
     DIE = 16  # controller: leave
+    CARRY = 17  # controller: CarryOrder
+    CARRIED = 18  # worker: Carried
 
 
 class ProtocolError(RuntimeError):

@@ -78,14 +78,13 @@ class SamplingSettings:
 class GenerationRequest:
     """One answer to be generated.
 
-    prompt: token ids, at least one. max_tokens: of the answer, at least 1. priority: higher first (a head start in the queue, not
-    an absolute right). class_index: into SERVICE_CLASSES, for its time limits. stop_ids: end the answer, as does the model's own
-    end token unless ignore_eos. stop_strings: end it where its text contains one; never shown, not even in part. logprobs: None,
-    or how many of the likeliest tokens to report beside the chosen one's (0 = the chosen one's alone). min_tokens: no stop id
-    is chosen before so many. deadline_s: on the engine's monotonic clock; waiting or running, the request ends then. answer: tokens
-    that another engine made already: this one goes on after them, with the same chance, and counts them as part of max_tokens. waited_s:
-    how
-    long it waited elsewhere: its place in the queue counts from then.
+    prompt: token ids, at least one. max_tokens: of the answer, at least 1. priority: higher first (a head start in the queue, not an
+    absolute right; above 0 also a slot kept for it). class_index: into SERVICE_CLASSES, for its time limits. stop_ids: end the answer,
+    as does the model's own end token unless ignore_eos. stop_strings: end it where its text contains one; never shown, not even in
+    part. logprobs: None, or how many of the likeliest tokens to report beside the chosen one's (0 = the chosen one's alone).
+    min_tokens: no stop id is chosen before so many. deadline_s: on the engine's monotonic clock; waiting or running, the request ends
+    then. answer: tokens that another engine made already: this one goes on after them, with the same chance, and counts them as part of
+    max_tokens. waited_s: how long it waited elsewhere: its place in the queue counts from then.
     """
 
     request_id: str

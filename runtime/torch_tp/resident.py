@@ -48,6 +48,11 @@ class Resident:
         return self.request.request_id
 
     @property
+    def is_urgent(self) -> bool:
+        """Whether it is above normal priority."""
+        return self.request.priority > 0
+
+    @property
     def claim(self) -> tuple[float, int]:
         """Whom it may displace: its place in the queue without what it waited elsewhere, since a move shall disturb nobody who runs
         here."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
+from envs.decision.move_prices import CopyPrice
 from envs.domain.plans import LayerPlans
 from envs.domain.specs import NUMBER_BYTES, ModelSpec
 from runtime.torch_tp.orders import Prepared, PrepareOrder, Switched, SwitchOrder
@@ -130,30 +131,6 @@ def taken_over(plan: LayerPlans, old_members: Sequence[int], survivors: Sequence
 # --- whether it pays --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class MovePrice:
-    """What changes of plan have cost here so far, as moving averages; the priors stand until something was measured.
-
-    pause_s: of a switch; bytes_per_s: of copying ahead; drag: share of copying time by which the steps beside it got longer.
-    """
-
-    pause_s: float = 0.005
-    bytes_per_s: float = 2e8
-    drag: float = 0.25
-    weight: float = 0.3
-
-    def learn_switch(self, switched: Switched) -> None:
-        self.pause_s += self.weight * (switched.seconds - self.pause_s)
-
-    def learn_copy(self, prepared: Prepared) -> None:
-        if prepared.kv_bytes >= 1 << 16 and prepared.seconds > 0:
-            self.bytes_per_s += self.weight * (prepared.kv_bytes / prepared.seconds - self.bytes_per_s)
-
-    def cost_s(self, kv_bytes: float, switches: int = 1) -> float:
-        """Seconds of serving that a change costs."""
-        return switches * self.pause_s + self.drag * kv_bytes / self.bytes_per_s
-
-
 def pays(step_s: float, new_step_s: float, cost_s: float, *, horizon_s: float = 60.0, hysteresis: float = 0.02) -> bool:
     """Whether a new plan is worth its price: the share of time it saves must exceed `hysteresis` (a forecast is noisy, and plans must not
     flap), and over the horizon for which the forecast is trusted it must save more seconds than the change costs.
@@ -204,9 +181,9 @@ class Slide:
     Nothing has changed until `advance` returns something. Any failure (a rank lost, no room) ends the slide with the old plans in force.
     """
 
-    def __init__(self, host: PlanHost, plan: LayerPlans, price: MovePrice | None = None) -> None:
+    def __init__(self, host: PlanHost, plan: LayerPlans, price: CopyPrice | None = None) -> None:
         self.plan = plan
-        self.price = price or MovePrice()
+        self.price = price or CopyPrice()
         self.state = SlideState.PREPARING
         self.reason = ""
         self._host = host
@@ -260,19 +237,19 @@ class Slide:
     def _switch(self, prepared: Prepared) -> SlideStep | None:
         if self.state is SlideState.PREPARING:
             switched = self._host.switch(SwitchOrder(uses_plan=True), self.plan)
-            self.price.learn_switch(switched)
+            self.price.learn_pause(switched.seconds)
             self.state = SlideState.DONE
             return SlideStep(new_plan=self.plan, pause_s=switched.seconds)
         if not prepared.moves:
             self._fail("no room for a copy of any slot of the oldest plan")
             return None
-        self.price.learn_copy(prepared)
+        self.price.learn_copy(prepared.kv_bytes, prepared.seconds)
         if UP_TO_DATE_S < prepared.seconds < self._copied_s / 2:
             self._copied_s = prepared.seconds
             self._pending = self._host.prepare(PrepareOrder(moves=prepared.moves, to_version=self._host.plans[-1].version, goes_on=True))
             return None
         switched = self._host.switch(SwitchOrder(moves=prepared.moves))
-        self.price.learn_switch(switched)
+        self.price.learn_pause(switched.seconds)
         return SlideStep(moved=switched.moves, moved_to=self._host.plans[-1].version, pause_s=switched.seconds)
 
     def _fail(self, reason: str) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.torch_tp.orders import Configured, Prepared, StepDone, Switched
+from runtime.torch_tp.orders import Carried, Configured, Prepared, StepDone, Switched
 from runtime.torch_tp.protocol import Kind, unpack
 from runtime.torch_tp.steps import StepCommand
 
@@ -17,6 +17,7 @@ ANSWERS = {
     Kind.PREPARE: Kind.READY,
     Kind.SWITCH: Kind.SWITCHED,
     Kind.PROFILE: Kind.PROFILE,
+    Kind.CARRY: Kind.CARRIED,
 }
 """Which kind of message answers which order."""
 
@@ -26,6 +27,7 @@ _BODIES: dict[Kind, Any] = {
     Kind.READY: Prepared,
     Kind.SWITCHED: Switched,
     Kind.PROFILE: list[tuple[int, float, float]],
+    Kind.CARRIED: Carried,
 }
 
 

@@ -169,7 +169,9 @@ def uniform(seed: int, position: int) -> float:
 
 def draw(logits: FloatArray, settings: SamplingSettings, seed: int, position: int) -> int:
     """Draw from softmax(logits / temperature), shape (rows,), cut by top_k, then top_p, then min_p; ids in ascending order."""
-    weights, ids = _kept(logits / settings.temperature, settings)
+    with np.errstate(over="ignore"):  # the likeliest first brought to 0: however small the temperature, it alone stays
+        scaled = (logits - logits.max()) / settings.temperature
+    weights, ids = _kept(scaled, settings)
     reached = np.cumsum(weights)
     place = int(np.searchsorted(reached, uniform(seed, position) * reached[-1], side="right"))  # beyond the level: its weight is not 0
     if place == len(reached):  # the level was rounded up to the sum of all
@@ -178,8 +180,9 @@ def draw(logits: FloatArray, settings: SamplingSettings, seed: int, position: in
 
 
 def _kept(scaled: FloatArray, settings: SamplingSettings) -> tuple[FloatArray, IntArray]:
-    """(weights, ids) of the tokens that may be drawn, ids ascending; weights are relative to the likeliest token's."""
-    weights = np.exp(scaled - scaled.max())
+    """(weights, ids) of the tokens that may be drawn, ids ascending; weights are relative to the likeliest token's, which `scaled` has at
+    0."""
+    weights = np.exp(scaled)
     ids = np.arange(len(weights))
     if 0 < settings.top_k < len(weights):
         ids = _likeliest(weights, settings.top_k)

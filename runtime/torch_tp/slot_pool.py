@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from runtime.torch_tp.kv_ledger import KvLedger
 from runtime.torch_tp.prefix_index import PrefixIndex
+from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.steps import NewSlot, PrefixCopy, SlotGrowth
 
 
@@ -39,6 +40,7 @@ class SlotPool:
         self.ledger = KvLedger(slots_max, kv_tokens_max)
         self._index = PrefixIndex(block_tokens)
         self._versions: dict[int, int] = {}  # plan version of every slot in use
+        self._expecting: set[int] = set()  # retained slots whose KV is still on its way
         self._clear_orders()
 
     # --- orders of the next command -----------------------------------------------------------------------------------------
@@ -50,13 +52,13 @@ class SlotPool:
         self._copies: list[PrefixCopy] = []
 
     @property
-    def has_releases(self) -> bool:
-        return bool(self._releases)
+    def has_orders(self) -> bool:
+        return bool(self._releases or self._new_slots)
 
     @property
     def pinned(self) -> frozenset[int]:
-        """Slots that the next command copies from: they must live until it is carried out."""
-        return frozenset(copy.source for copy in self._copies)
+        """Slots that must live: the next command copies from them, or something is on its way there."""
+        return frozenset(copy.source for copy in self._copies) | self._expecting
 
     def take_orders(self) -> SlotOrders:
         """They are part of a command now."""
@@ -134,6 +136,45 @@ class SlotPool:
         self.holds(slot, ids, computed)
         self.ledger.retain(slot)
 
+    # --- KV from elsewhere --------------------------------------------------------------------------------------------------
+
+    def expect(self, ids: Sequence[int], version: int, tokens: int) -> int | None:
+        """A retained slot, with room for `tokens` under a plan, that KV which is not computed here goes to: a new one, or the one that
+        has all of `ids` from there already. None where there is no such slot or no room. It stays until `arrived` or `lost`."""
+        if not ids:
+            if not self._make_room(tokens, needs_slot=True):
+                return None
+            slot = self.ledger.take(tokens)
+            self.ledger.retain(slot)
+            self.fill(NewSlot(slot, "", version, tokens, 0, SamplingSettings()))
+        else:
+            found = self._index.whole(ids, version)
+            if found is None or found in self.pinned or self.ledger.is_running(found) or self.ledger.reserved(found) < tokens:
+                return None
+            slot = found
+            self._index.drop(slot)
+        self._expecting.add(slot)
+        return slot
+
+    def is_expected(self, slot: int) -> bool:
+        return slot in self._expecting
+
+    def is_ordered(self, slot: int) -> bool:
+        """Whether the ranks have not been told of it yet."""
+        return slot in self._new_slots
+
+    def arrived(self, slot: int, ids: Sequence[int]) -> bool:
+        """An expected slot has the KV of `ids`; no ids: nothing came, it is freed. False where it is expected no more."""
+        if slot not in self._expecting:
+            return False
+        self._expecting.discard(slot)
+        if ids:
+            self.holds(slot, ids, len(ids))
+            self.ledger.touch(slot)
+        else:
+            self.evict(slot)
+        return True
+
     def evict(self, slot: int) -> None:
         """Free a slot here and, with the next command, at the ranks."""
         self._free(slot)
@@ -157,12 +198,14 @@ class SlotPool:
         lost = sorted(gone & set(self._versions))
         for slot in lost:
             self._free(slot)
+            self._new_slots.pop(slot, None)
         return lost
 
     def _free(self, slot: int) -> None:
         self._index.drop(slot)
         self.ledger.release(slot)
         del self._versions[slot]
+        self._expecting.discard(slot)
 
     # --- plans --------------------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,11 @@ class SlotRecords:
             record = self._records[slot]
             self._records[slot] = replace(record, new=replace(record.new, plan_version=plan_version))
 
+    def filled(self, slot: int, tokens: int) -> None:
+        """A slot was given KV otherwise than by a step."""
+        if slot in self._records:
+            self._records[slot] = replace(self._records[slot], tokens=tokens)
+
     def apply(self, command: StepCommand, result: StepResult) -> None:
         """A step was carried out, in the order that `steps` states."""
         for slot in command.releases:

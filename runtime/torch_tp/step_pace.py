@@ -9,21 +9,22 @@ import numpy as np
 from runtime.torch_tp.steps import StepCommand, StepResult
 
 FORGETTING = 0.98  # a step counts half after 34 more
+INFORMATION_MIN = 1e-3  # in every direction: what was not seen for long must not become arbitrary
 SURPRISE = 4.0  # a step is never taken to be further off than this many typical errors: one stall must not move the pace
-SPREAD_MAX = 1e3  # forgetting stops here: what was not seen for long must not become arbitrary
 
 
 class StepPace:
     """Recursive least squares with forgetting over (1, decoding rows, prefill tokens) -> seconds of one forward pass.
 
-    Source: Ljung, System Identification, 2nd ed., 11.2; innovations cut as in Huber, Robust Statistics, 1981.
+    Kept as the information matrix, a sum of what is positive, so that rounding cannot make a spread negative: forgetting would let
+    that grow without bound. Source: Ljung, System Identification, 2nd ed., 11.2; innovations cut as in Huber, Robust Statistics, 1981.
     """
 
     def __init__(self, base_s: float = 0.010, row_s: float = 0.0005, token_s: float = 0.0002) -> None:
         """Prior: what is believed before the first measurement; it weighs as much as one step."""
         self._scale = np.array([1.0, 8.0, 128.0])  # typical sizes, so that one spread fits all three
         self._coefficients = np.array([base_s, row_s, token_s]) * self._scale
-        self._covariance = np.eye(3)
+        self._information = np.eye(3)  # inverse of the covariance
         self._error_s = math.inf
         self.samples = 0
 
@@ -34,11 +35,9 @@ class StepPace:
         x = np.array([1.0, rows, prefill_tokens]) / self._scale
         error_s = seconds - float(x @ self._coefficients)
         limit_s = max(SURPRISE * self._error_s, 0.5 * abs(seconds - error_s)) if self.samples >= 3 else math.inf
-        spread = self._covariance @ x
-        gain = spread / (FORGETTING + float(x @ spread))
+        self._information = FORGETTING * self._information + np.outer(x, x) + (1.0 - FORGETTING) * INFORMATION_MIN * np.eye(3)
+        gain = np.linalg.solve(self._information, x)
         self._coefficients = self._coefficients + gain * min(max(error_s, -limit_s), limit_s)
-        covariance = self._covariance - np.outer(gain, spread)
-        self._covariance = covariance / FORGETTING if np.trace(covariance) < SPREAD_MAX else covariance
         self._error_s = abs(error_s) if self.samples == 0 else 0.9 * self._error_s + 0.1 * min(abs(error_s), limit_s)
         self.samples += 1
 

@@ -21,11 +21,14 @@ from runtime.torch_tp.checkpoint import open_checkpoint
 from runtime.torch_tp.communicators.interface import Communicator, build_communicator
 from runtime.torch_tp.communicators.serial import SerialCommunicator
 from runtime.torch_tp.emulation import SlowDown
+from runtime.torch_tp.kv_carrier import KvCarrier
 from runtime.torch_tp.kv_mover import KvMover
 from runtime.torch_tp.link_probe import measure_all_reduce
 from runtime.torch_tp.liveness import Phase, Slot
 from runtime.torch_tp.model import Slice, TpModel
 from runtime.torch_tp.orders import (
+    Carried,
+    CarryOrder,
     Configuration,
     Loaded,
     LoadOrder,
@@ -68,6 +71,7 @@ class StepRunner:
         self._room: dict[int, int] = {}  # tokens_max by slot
         self._generations: dict[int, int] = {}
         self._slot_lock = threading.Lock()
+        self._carrier = KvCarrier(self._slot_lock, lambda slot: self._generations.get(slot, 0))
         self._has_buddies = False
         self._buddied: set[int] = set()  # plan versions whose slots keep a neighbour's KV
         self._mover: KvMover | None = None
@@ -221,12 +225,12 @@ class StepRunner:
 
         def work() -> Prepared:
             loaded_bytes, received = model.loaded_bytes, 0
-            if order.plan is not None:
-                model.ready_plan(order.plan)
-            if mover is not None:
+            if mover is not None:  # first: the other ranks wait for what it sends
                 received = -mover.received_bytes
                 mover.copy_ahead()
                 received += mover.received_bytes
+            if order.plan is not None:
+                model.ready_plan(order.plan)
             return Prepared(slots, model.loaded_bytes - loaded_bytes, received, time.perf_counter() - began_s)
 
         return work
@@ -253,6 +257,10 @@ class StepRunner:
             self._plans[order.columns.version] = order.columns
         self._prepared_plan = None
         return Switched(moved, received, time.perf_counter() - began_s)
+
+    def carry(self, order: CarryOrder) -> Callable[[], Carried]:
+        """Note which slot is meant at this very step; returns the work, as `prepare` does."""
+        return self._carrier.begin(self.model.kv, order)
 
     def _drop_prepared(self) -> None:
         if self._mover is not None:

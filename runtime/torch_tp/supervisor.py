@@ -20,7 +20,7 @@ from runtime.torch_tp.group import Group
 from runtime.torch_tp.group_values import GroupChange, GroupError, GroupGone, GroupRebuilt, LostRank, RankSettings, SupervisorSettings
 from runtime.torch_tp.link_cost import PROBE_REPEATS, PROBE_SIZES_BYTES, LinkCost
 from runtime.torch_tp.nursery import Nursery, NurseryGone
-from runtime.torch_tp.orders import Prepared, PrepareOrder, ReduceOrder, StepDone, Switched, SwitchOrder
+from runtime.torch_tp.orders import Carried, CarryOrder, Prepared, PrepareOrder, ReduceOrder, StepDone, Switched, SwitchOrder
 from runtime.torch_tp.protocol import Kind, Message
 from runtime.torch_tp.steps import StepCommand, StepResult
 
@@ -208,6 +208,16 @@ class Supervisor:
             self._group.order(Kind.SWITCH, order, future, lambda answers: self._plans.switched(order, plan, answers), deadline_s)
 
         return self._control.ask(begin, deadline_s)
+
+    def carry(self, order: CarryOrder) -> Future[Carried]:
+        """Have every rank write a slot's KV to a file, or fill it from there, beside the steps. The future ends in GroupError where the
+        group is lost meanwhile; what a rank could not do is in the answer."""
+        future: Future[Carried] = Future()
+        deadline_s = order.deadline_s + self.settings.prepare_deadline_s  # the ranks keep the order's own
+        self._control.post(
+            lambda: self._group.order(Kind.CARRY, order, future, lambda answers: self._plans.carried(order, answers), deadline_s), future
+        )
+        return future
 
     def slots_of_plan(self, version: int) -> tuple[int, ...]:
         """Slots that the ranks hold under a plan; those that the batcher gives up only leave with its next command."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.torch_tp.liveness import BEAT_EVERY_S, Phase, ProgressPage, Slot
 from runtime.torch_tp.orders import (
     Beat,
+    CarryOrder,
     Configuration,
     Configured,
     Failure,
@@ -157,8 +158,11 @@ class Worker:
             return Kind.DONE, runner.step(unpack(StepOrder, message.body))
         if message.kind is Kind.PREPARE:
             work = runner.prepare(unpack(PrepareOrder, message.body))
-            # the copying in a thread of its own: steps go on meanwhile, and a fence is still heard
-            threading.Thread(target=self._answer, args=(message, lambda _: (Kind.READY, work())), name="bulk", daemon=True).start()
+            self._work_beside(message, lambda _: (Kind.READY, work()))
+            return None
+        if message.kind is Kind.CARRY:
+            carry = runner.carry(unpack(CarryOrder, message.body))
+            self._work_beside(message, lambda _: (Kind.CARRIED, carry()))
             return None
         if message.kind is Kind.SWITCH:
             return Kind.SWITCHED, runner.switch(unpack(SwitchOrder, message.body))
@@ -168,6 +172,10 @@ class Worker:
         if message.kind is Kind.PROFILE:
             return Kind.PROFILE, runner.profile(unpack(ReduceOrder, message.body))
         raise RuntimeError(f"{message.kind.name} is nothing a worker can do")
+
+    def _work_beside(self, message: Message, handle: Any) -> None:
+        """Copying, in a thread of its own: steps go on meanwhile, and a fence is still heard."""
+        threading.Thread(target=self._answer, args=(message, handle), name="bulk", daemon=True).start()
 
     def _send(self, message: Message) -> None:
         frame = encode(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,12 +10,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
-from agents.policy_bundle import write_bundle
+from agents.policy_bundle import DESCRIPTION_FILE, WEIGHTS_FILE, write_bundle
 from envs.decision.observation import OBSERVATION_VERSION
+from runtime.reload import Reloader, ReloadRefused
+from runtime.service_config import load_service
+from tests.runtime.live_service import live
 from tests.runtime.scheduling.test_policy_faults import contents
 from tests.runtime.test_serve import Running
 
@@ -179,6 +185,69 @@ def test_a_signal_reloads_and_a_bad_file_is_told_in_the_log(service):
     until(lambda: any("reload refused" in line and "nonsense" in line for line in service.lines))
     assert service.ask("POST", "/v1/completions", ASKED)[0] == 200
     service.write(service.content)
+
+
+def policies(service: Service) -> list[int]:
+    return [pid for pid in service.children() if "policy_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def replace_files(folder: Path, bias: float) -> None:
+    """Another policy's files under the same names."""
+    made = contents()
+    made.weights["out.bias"][:] = bias
+    other = write_bundle(folder.parent / f"other-{bias}", made)
+    for name in (WEIGHTS_FILE, DESCRIPTION_FILE):
+        (folder / name).write_bytes((other / name).read_bytes())
+
+
+def test_a_bundle_replaced_under_its_path_comes_in_by_a_reload_alone(service):
+    """Half written it is refused by name, and the old one decides on. Whole, it comes in although the file names the same folder. Replaced
+    once more, the policy's process is killed: what it would load now nobody asked for, so it is refused, and the heuristic answers until a
+    reload takes it in."""
+    folder = service.file.parent / "three"
+    write_bundle(folder, contents())
+    assert service.reload(bundle="three") == (200, {"changed": ["bundle"]})
+    assert service.reload(bundle="three") == (200, {"changed": []})
+    good = (folder / WEIGHTS_FILE).read_bytes()
+    (folder / WEIGHTS_FILE).write_bytes(good[: len(good) // 2])
+    status, said = service.reload(bundle="three")
+    assert status == 409 and "three: policy.safetensors" in said["error"]["message"], said
+    assert 'ballast_policy_state{state="ready"} 1.0' in service.get("/metrics")[1]
+    replace_files(folder, 1.0)
+    before = policies(service)
+    assert service.reload(bundle="three") == (200, {"changed": ["bundle"]})
+    until(lambda: len(policies(service)) == 1 and policies(service) != before)
+    replace_files(folder, 2.0)
+    os.kill(policies(service)[0], signal.SIGKILL)
+    until(lambda: any("policy bundle refused" in line and "its files changed" in line for line in service.lines))
+    assert service.ask("POST", "/v1/completions", ASKED)[0] == 200
+    assert service.reload(bundle="three") == (200, {"changed": ["bundle"]})
+    assert 'ballast_policy_state{state="ready"} 1.0' in service.get("/metrics")[1]
+
+
+def test_a_control_policy_replaced_under_its_path_comes_in_too(tmp_path, kernels):
+    """Half written it is refused by the key's and the folder's name."""
+    made = contents(most=64)
+    write_bundle(tmp_path / "joint", replace(made, schema=replace(made.schema, decision_kind="joint")))
+    with live(tmp_path, rebalance_bundle="joint", control={"tick_s": 3600.0}) as running:
+        decider = running.service.control.deciders["rebalance"]
+        until(lambda: decider.guard.client.state == "ready")
+        reloader = Reloader(running.service, running.app.state.generation, lambda: load_service(tmp_path / "service.yaml"))
+
+        def reload() -> list[str]:
+            return asyncio.run_coroutine_threadsafe(reloader.reload(), running.loop).result(60.0)
+
+        assert reload() == []
+        weights = tmp_path / "joint" / WEIGHTS_FILE
+        whole, before = weights.read_bytes(), decider.guard
+        weights.write_bytes(whole[:100])
+        with pytest.raises(ReloadRefused, match=r"rebalance_bundle: joint: policy\.safetensors"):
+            reload()
+        assert decider.guard is before and before.client.state == "ready"
+        weights.write_bytes(whole)
+        (tmp_path / "joint" / DESCRIPTION_FILE).write_text((tmp_path / "joint" / DESCRIPTION_FILE).read_text() + "\n")
+        assert reload() == ["rebalance_bundle"]
+        assert decider.guard is not before and decider.guard.client.state == "ready"
 
 
 def until(condition, limit_s: float = 90.0) -> None:

@@ -21,6 +21,7 @@ import yaml
 
 import runtime.serve as serve_module
 from agents.policy_bundle import write_bundle
+from benchmarks.listening_sockets import listening_of, still_listening
 from envs.scenario.scenario_error import ScenarioError
 from runtime.service_config import load_service
 from tests.conftest import PROJECT
@@ -367,15 +368,17 @@ def test_ready_is_false_while_nothing_can_make_a_token(ranks):
 
 @pytest.mark.fault("K21")
 def test_nothing_outlives_a_killed_service(dreams, ranks, tmp_path_factory):
-    """SIGKILL: within 5 s no process of it is left."""
+    """SIGKILL: within 5 s no process of it is left, and nobody listens on its port."""
     both_serve(ranks)
     children = ranks.children()
-    assert len(children) >= 4
+    ports = listening_of([ranks.process.pid, *children])
+    assert len(children) >= 4 and ports
     ranks.process.kill()
     ranks.process.wait(5)
     end_s = time.monotonic() + 5.0
-    while any(Path(f"/proc/{pid}").exists() for pid in children):
-        assert time.monotonic() < end_s, [Path(f"/proc/{p}/cmdline").read_text() for p in children if Path(f"/proc/{p}").exists()]
+    while any(Path(f"/proc/{pid}").exists() for pid in children) or still_listening(ports):
+        left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children if Path(f"/proc/{pid}").exists()]
+        assert time.monotonic() < end_s, left + still_listening(ports)
         time.sleep(0.05)
 
 

@@ -60,7 +60,8 @@ class BulkThread:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._bytes_per_s_max = BYTES_PER_S_MAX
+        self.bytes_per_s_max = BYTES_PER_S_MAX
+        self.is_realtime = False  # whether it has joined a caller of such a class
         self._moved_bytes, self._moving_s, self._move_began_s = 0, 0.0, 0.0
 
     def run(self, move: Callable[[], None]) -> None:
@@ -81,11 +82,15 @@ class BulkThread:
 
     def pace(self, length_bytes: int, took_s: float) -> None:
         """Called by a move after each chunk: sleep off what it was faster than the limit."""
-        self._moved_bytes += length_bytes
-        self._join_callers_class_if_starved()
-        rest_s = length_bytes / self._bytes_per_s_max - took_s
+        self.note(length_bytes)
+        rest_s = length_bytes / self.bytes_per_s_max - took_s
         if rest_s > 0:
             time.sleep(rest_s)
+
+    def note(self, length_bytes: int) -> None:
+        """Called by a move every now and then, where it paces itself by `bytes_per_s_max`: so much has it moved since the last call."""
+        self._moved_bytes += length_bytes
+        self._join_callers_class_if_starved()
 
     def raise_if_closed(self) -> None:
         if self._closed or not self._is_alive():
@@ -123,5 +128,5 @@ class BulkThread:
         moving_s = self._moving_s + time.monotonic() - self._move_began_s
         is_starved = moving_s > STARVED_AFTER_S and self._moved_bytes < STARVED_BYTES_PER_S * moving_s
         if is_starved and self._callers_class[0] in (os.SCHED_RR, os.SCHED_FIFO):
-            self._bytes_per_s_max = REALTIME_BYTES_PER_S_MAX
+            self.bytes_per_s_max, self.is_realtime = REALTIME_BYTES_PER_S_MAX, True
             os.sched_setscheduler(threading.get_native_id(), *self._callers_class)

@@ -27,9 +27,9 @@ AHEAD = 2  # chunks of a sum that are published before the first of them is summ
 LANE_FIELDS = ("flags", "size", "rank", "ring", "stride", "chunk_bytes", "pieces_from", "pauses", "clock")
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
-_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+sleep_us = types.ExternalFunction("usleep", types.int32(types.uint32))
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
-_memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
+copy_memory = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
 
 CLOCK_MONOTONIC = 1
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -157,7 +157,7 @@ def await_flags(flags, size, target, pauses, clock, waited_ns, budget_ns):  # ty
             if waited_ns + time_ns - started_ns < YIELD_UNTIL_NS:
                 sched_yield()
             else:
-                _usleep(SLEEP_US)
+                sleep_us(SLEEP_US)
     return -1
 
 
@@ -180,7 +180,7 @@ def publish(flags, size, rank, sequence, slot, source, count, announced, pauses,
     if missing < 0:
         store_release(slot, announced)
         if count > 0:
-            _memcpy(slot + SLOT_HEADER_BYTES, source, count)
+            copy_memory(slot + SLOT_HEADER_BYTES, source, count)
         store_release(flags + rank * FLAG_BYTES + PUBLISHED, sequence + 1)
     return missing
 
@@ -316,7 +316,7 @@ def advance_sum(lane, first, tensor, count, width, progress, leader, waited_ns, 
             _sum(slots + mine * width, stride, size, rank, target + mine * width, length, width)
             if in_pieces:
                 # nobody else reads this piece of this slot before the flag says that it holds the sum
-                _memcpy(slots + rank * stride + mine * width, target + mine * width, length * width)
+                copy_memory(slots + rank * stride + mine * width, target + mine * width, length * width)
                 store_release(line + REDUCED, sequence + 1)
             done[2] = 1
         if in_pieces:
@@ -327,7 +327,7 @@ def advance_sum(lane, first, tensor, count, width, progress, leader, waited_ns, 
                 if peer != rank:
                     theirs = _cut(part, size, peer)
                     length = _cut(part, size, peer + 1) - theirs
-                    _memcpy(target + theirs * width, slots + peer * stride + theirs * width, length * width)
+                    copy_memory(target + theirs * width, slots + peer * stride + theirs * width, length * width)
         done[2] = 0
         done[1] += 1
         store_release(line + DONE, sequence + 1)
@@ -355,36 +355,8 @@ def advance_broadcast(lane, first, address, count, progress, leader, waited_ns):
         else:
             if await_flags(flags + leader * FLAG_BYTES + PUBLISHED, 1, sequence + 1, pauses, clock, waited_ns, BUDGET_NS) >= 0:
                 return leader
-            _memcpy(address + begin, slot + SLOT_HEADER_BYTES, part)
+            copy_memory(address + begin, slot + SLOT_HEADER_BYTES, part)
         store_release(flags + rank * FLAG_BYTES + DONE, sequence + 1)
         done[0] += 1
     done[0] = 0
     return -1
-
-
-@njit("int64(int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
-def copy_politely(target, source, count, flags, size, piece, patience_ns, clock):  # type: ignore[no-untyped-def]
-    """Copy `count` bytes in pieces of `piece`, none of them begun while a rank of the lane at `flags` is inside a collective.
-
-    Waits for that at most `patience_ns` per piece, so that a lane that is never at rest cannot starve the copy. Returns: ns waited.
-    """
-    waited_ns = 0
-    for begin in range(0, count, piece):
-        started_ns = 0
-        while True:
-            busy = False
-            for rank in range(size):
-                line = flags + rank * FLAG_BYTES
-                busy |= load_acquire(line + PUBLISHED) > load_acquire(line + DONE)
-            if not busy:
-                break
-            time_ns = now_ns(clock)
-            if started_ns == 0:
-                started_ns = time_ns
-            elif time_ns - started_ns > patience_ns:
-                break
-            _usleep(SLEEP_US)
-        if started_ns:
-            waited_ns += now_ns(clock) - started_ns
-        _memcpy(target + begin, source + begin, min(piece, count - begin))
-    return waited_ns

@@ -6,9 +6,13 @@ import asyncio
 import subprocess
 import sys
 
+import pytest
+
 from runtime.backends import torch_tp
+from runtime.backends.interface import BackendFault
 from tests.conftest import PROJECT
 from tests.runtime.backends import backend_kinds
+from tests.runtime.scheduling.service_parts import call
 
 MUMBLER = """
 import socket, sys, time
@@ -19,6 +23,46 @@ while True:
     connection.sendall(bytes(100))
     time.sleep(0.02)
 """
+
+
+FAILING = """
+import os, sys
+from runtime.backends import group_host
+from runtime.torch_tp.batch import Batch
+next_slices = Batch.next_slices
+steps = []
+def failing(batch, now_s):
+    steps.append(now_s)
+    if len(steps) > 8:
+        raise ValueError("cannot convert float NaN to integer")
+    return next_slices(batch, now_s)
+Batch.next_slices = failing
+sys.exit(group_host.main(sys.argv[1:]))
+"""
+
+
+def test_an_engine_that_failed_for_good_takes_its_process_with_it(monkeypatch, dreams, tmp_path):
+    """A bug in the engine's loop at its ninth step: the call inside is lost with the reason, and the backend is not alive any more, so that
+    its keeper starts another."""
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        torch_tp.subprocess, "Popen", lambda command, **how: popen([sys.executable, "-c", FAILING, *command[3:]], cwd=PROJECT, **how)
+    )
+
+    async def drive() -> None:
+        backend = backend_kinds.torch_tp(str(dreams), ranks=1)
+        await backend.start()
+        try:
+            with pytest.raises(BackendFault, match="cannot convert float NaN"):
+                async for _ in backend.submit(call(max_tokens=64, ignore_eos=True)):
+                    pass
+            async with asyncio.timeout(10.0):
+                while backend.is_alive:
+                    await asyncio.sleep(0.02)
+        finally:
+            await backend.close()
+
+    asyncio.run(drive())
 
 
 def test_bytes_are_no_sign_of_life_but_messages_are(monkeypatch, tmp_path):

@@ -1,10 +1,12 @@
-"""Clients other than the `openai` SDK, unmodified: those that are installed are tried (extra `clients`); and requests as load generators
-send them."""
+"""Clients other than the `openai` SDK, unmodified: those that are installed are tried (extra `clients`); load generators where they are on
+the PATH; and requests as those send them."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,9 +17,10 @@ from runtime.calls import Call
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
+@pytest.mark.filterwarnings("ignore")  # its own
 def test_litellm(service: Service):
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would fetch its price list
-    litellm = pytest.importorskip("litellm", reason="pip install 'ballast[clients]'")
+    litellm = pytest.importorskip("litellm", reason="pip install 'ballast[clients]', then --no-deps litellm")
     to = {"api_base": f"{service.url}/v1", "api_key": "none", "num_retries": 0}
     answer = litellm.completion(model=f"openai/{OWN}", messages=MESSAGES, **to)
     assert answer.choices[0].message.content == "Hello world"
@@ -49,10 +52,21 @@ LOAD_BODIES = [
         {"prompt": "abc", "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 5, "logprobs": None, "ignore_eos": True},
     ),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "abc"}]}], "max_completion_tokens": 5}),
-    # GuideLLM
+    # GuideLLM before 0.8
     ("/v1/completions", {"prompt": "abc", "max_tokens": 5, "max_completion_tokens": 5, "stop": None, "ignore_eos": True}),
-    # AIPerf with a fixed answer length
-    ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 5, "min_tokens": 5, "ignore_eos": True}),
+    # GuideLLM 0.8.1, as it was seen on the wire
+    ("/v1/completions", {"max_tokens": 5, "ignore_eos": True, "prompt": "1 0 m0 Finish medical want almost away until."}),
+    (
+        "/v1/chat/completions",
+        {
+            "max_completion_tokens": 5,
+            "ignore_eos": True,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "1 0 m0 Finish medical want almost away until."}]}],
+        },
+    ),
+    # AIPerf 0.13.0 with a fixed answer length, as it was seen on the wire
+    ("/v1/chat/completions", {"messages": MESSAGES, "max_completion_tokens": 5, "ignore_eos": True, "min_tokens": 5}),
+    ("/v1/completions", {"prompt": "rance exclaims on thee", "max_tokens": 5, "ignore_eos": True, "min_tokens": 5}),
 ]
 
 
@@ -80,6 +94,60 @@ def test_load_generators(client, service, path, body):
                 texts += [text] if text else []
     assert texts == ["t "] * 5
     assert usage["completion_tokens"] == 5
+
+
+def on_path(program: str) -> str:
+    found = shutil.which(program)
+    if found is None:
+        pytest.skip(f"{program} is not on the PATH; install it into an environment of its own (docs/http_api.md)")
+    return found
+
+
+@pytest.fixture
+def twelve(service) -> Service:
+    async def twelve_tokens(call: Call):
+        async for piece in says(call, ("t ",) * 12):
+            yield piece
+
+    service.dispatcher.script = twelve_tokens
+    return service
+
+
+ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+
+
+@pytest.mark.parametrize("kind", sorted(ENDPOINTS))
+def test_guidellm(twelve, dreams, tmp_path, kind):
+    """Ten requests by its own program: none failed, each has twelve tokens by usage, and its times are there."""
+    command = [
+        on_path("guidellm"), "run", "--backend", f"kind=openai_http,target={twelve.url},model={OWN},request_format={ENDPOINTS[kind]}",
+        "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=10", "--tokenizer",
+        f"kind=huggingface_auto,model={dreams}", "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=12", "--output",
+        f"kind=json,path={tmp_path / 'said.json'}", "--disable-progress",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (found,) = json.loads((tmp_path / "said.json").read_text())["benchmarks"]
+    metrics = found["metrics"]
+    assert metrics["request_totals"]["successful"] == 10 and metrics["request_totals"]["errored"] == 0
+    assert metrics["output_token_count"]["successful"]["mean"] == 12
+    assert metrics["time_to_first_token_ms"]["successful"]["count"] == 10
+
+
+@pytest.mark.parametrize("kind", sorted(ENDPOINTS))
+def test_aiperf(twelve, dreams, tmp_path, kind):
+    """Ten requests by its own program: none failed, twelve tokens each by usage."""
+    command = [
+        on_path("aiperf"), "profile", "-m", OWN, "--url", twelve.url, "--endpoint-type", kind, "--streaming", "--tokenizer", str(dreams),
+        "--concurrency", "2", "--request-count", "10", "--synthetic-input-tokens-mean", "32", "--synthetic-input-tokens-stddev", "0",
+        "--output-tokens-mean", "12", "--output-tokens-stddev", "0", "--extra-inputs", "ignore_eos:true", "--extra-inputs", "min_tokens:12",
+        "--ui", "none", "--output-artifact-dir", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    said = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert said["request_count"]["avg"] == 10 and said["error_summary"] == []
+    assert said["usage_completion_tokens"]["avg"] == 12 and said["time_to_first_token"]["avg"] > 0
 
 
 def test_the_published_description_with_schemathesis(service: Service):

@@ -17,11 +17,12 @@ import pytest
 
 from agents.policy_bundle import write_bundle
 from envs.decision.observation import OBSERVATION_VERSION
+from runtime.rollout import examiner
 from runtime.rollout.control import RolloutControl
 from runtime.rollout.settings import RolloutEntry
 from runtime.rollout.stage_stats import CanaryStats
 from runtime.rollout.state import RolloutError
-from runtime.rollout.store import AUDIT_FILE, RolloutStore, audit_faults
+from runtime.rollout.store import ARMS_FILE, AUDIT_FILE, RolloutStore, audit_faults
 from runtime.rollout.switchback import CANDIDATE, INCUMBENT
 from runtime.scheduling.policy_client import PolicyClient
 from runtime.scheduling.policy_guard import PolicyGuard
@@ -29,6 +30,7 @@ from tests.runtime.rollout.rollout_parts import QUICK, bundle, evaluation
 from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, dispatcher, with_service
 from tests.runtime.scheduling.test_policy_faults import BAD, DEADLINE_S, GROUPS, contents, served
 
+PYTHON = sys.executable
 HERE_S = 200.0  # a limit, not a wait: tests share their cores
 
 
@@ -126,6 +128,60 @@ def test_all_stages_by_their_gates(tmp_path):
         assert audit_faults(rollout.folder) == []
         await control.roll_back("operator", "a try")
         assert rollout.used[-1] is None and rollout.service.scheduler.guard is None
+
+    run_with(tmp_path, body)
+
+
+def test_users_and_sessions_keep_their_arm_over_a_restart(tmp_path):
+    """Forced into the canary at once, in which slices of half a second alternate: the arms of 40 users and sessions, given over two
+    seconds, are the same after the service started again, also from what a kill would have left, though by then fresh ones get others."""
+    made, evidence = prepared(tmp_path)
+    who = [{"user": f"u{i}"} for i in range(20)] + [{"session": f"s{i}"} for i in range(20)]
+
+    def arms(control: RolloutControl) -> list[str]:
+        return [control._switchback.arm_of(call(**name), time.monotonic()) for name in who]
+
+    async def body(rollout: Rollout):
+        await rollout.control.begin(made, evidence, None, "operator")
+        await rollout.control.promote("operator", is_forced=True)
+        first = []
+        for name in who:
+            first.append(rollout.control._switchback.arm_of(call(**name), time.monotonic()))
+            await asyncio.sleep(0.05)
+        assert set(first) == {CANDIDATE, INCUMBENT}
+        await rollout.control._put_down()
+        shutil.copytree(rollout.folder, tmp_path / "killed")
+        await rollout.reopen()
+        assert arms(rollout.control) == first
+        killed = RolloutStore(tmp_path / "killed")
+        assert len(killed.arms()) == len(who) and all(0.0 <= silent_s < 60.0 for _, _, silent_s in killed.arms())
+        killed.close()
+        await rollout.control.close()
+        (rollout.folder / ARMS_FILE).write_bytes(b"[1, 2")
+        rollout.open()
+        await rollout.control.start()
+        assert rollout.control.state.stage == "canary" and rollout.control._switchback.kept() == []
+
+    run_with(tmp_path, body, {"slice_s": 0.5, "sticky_s": 600.0, "automatic": False, "canary": [{"share": 1.0}]})
+
+
+def test_the_evaluation_is_read_in_another_process(tmp_path, monkeypatch):
+    """A file of tens of MiB would hold the interpreter: here nobody parses it. What the other process refuses is refused in its words; one
+    that dies, or takes too long, refuses too."""
+    made, evidence = prepared(tmp_path)
+    monkeypatch.setattr("runtime.rollout.evidence.read_evaluation_file", None)
+
+    async def body(rollout: Rollout):
+        with pytest.raises(RolloutError, match="nowhere"):
+            await rollout.control.begin(made, tmp_path / "nowhere.json", None, "operator")
+        for limit_s, said in ((0.0, "not examined within 0 s"), (60.0, "without a verdict")):
+            monkeypatch.setattr(examiner, "EXAMINE_S", limit_s)
+            monkeypatch.setattr(examiner.sys, "executable", "/bin/false" if limit_s else sys.executable)
+            with pytest.raises(RolloutError, match=said):
+                await rollout.control.begin(made, evidence, None, "operator")
+            monkeypatch.setattr(examiner.sys, "executable", PYTHON)
+        said = await rollout.control.begin(made, evidence, None, "operator")
+        assert said["stage"] == "shadow" and said["evidence"]["worlds"] == 24
 
     run_with(tmp_path, body)
 

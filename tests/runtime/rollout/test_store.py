@@ -13,8 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.rollout.state import BundleName, RolloutError, RolloutState, begun, promoted, rolled_back
-from runtime.rollout.store import AUDIT_FILE, STATE_FILE, RolloutBusy, RolloutStore, audit_faults, audit_tail, check_bundle, read_state
+from runtime.rollout.state import BundleName, InconsistentState, RolloutError, RolloutState, begun, promoted, rolled_back
+from runtime.rollout.store import (
+    ARMS_FILE,
+    AUDIT_FILE,
+    STATE_FILE,
+    RolloutBusy,
+    RolloutStore,
+    audit_faults,
+    audit_tail,
+    check_bundle,
+    read_state,
+)
 from tests.conftest import PROJECT
 from tests.runtime.rollout.rollout_parts import bundle
 
@@ -44,6 +54,26 @@ def test_the_stages_in_order():
     while state.is_active:
         state = promoted(state, 4, "", 7.0)
     assert state.incumbent == second and rolled_back(state, "", 8.0).incumbent == CANDIDATE
+
+
+def test_arms_are_those_of_this_rollout(tmp_path):
+    """By the wall clock: silent for 5 s when put down, for 65 s a minute later. Another rollout, with another salt, finds none; what is no
+    such file is said."""
+    now_s = 1000.0
+    store = RolloutStore(tmp_path, lambda: now_s)
+    store.commit(begun(store.state, CANDIDATE, "", "salt", {}, 0.0), "start", "t")
+    assert store.arms() == []
+    store.put_down_arms([(2**64 - 1, "candidate", 5.0), (0, "incumbent", 0.0)])
+    now_s += 60.0
+    assert store.arms() == [(2**64 - 1, "candidate", 65.0), (0, "incumbent", 60.0)]
+    store.put_down(rolled_back(store.state, "", 0.0))
+    store.put_down(begun(store.state, CANDIDATE, "", "other", {}, 0.0))
+    assert store.arms() == []
+    for data in (b"", b"{}", b'{"salt":"other","arms":[["zz","candidate",1]]}', b"[" * 10**6):
+        (tmp_path / ARMS_FILE).write_bytes(data)
+        with pytest.raises(InconsistentState, match="not the arms"):
+            store.arms()
+    store.close()
 
 
 def test_one_owner(tmp_path):

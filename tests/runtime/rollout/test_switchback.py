@@ -83,6 +83,25 @@ def test_users_and_sessions_keep_their_arm():
     assert later.arm_of(call(user="u0"), clock()) != before
 
 
+def test_arms_are_remembered_with_their_silence():
+    """Another process's clock: what was silent for 20 s keeps its arm for 40 s more, what is no arm is left out, and who was met since
+    keeps what it got."""
+    clock = Clock()
+    switchback = made(clock)
+    was = {name: switchback.arm_of(call(user=name), clock()) for name in ("a", "b")}
+    other = {CANDIDATE: INCUMBENT, INCUMBENT: CANDIDATE}
+    kept = [(key, other[arm], silent_s + 20.0) for key, arm, silent_s in switchback.kept()]
+    later_clock = Clock()
+    later_clock.now_s = 7.0
+    later = made(later_clock)
+    met = later.arm_of(call(user="b"), later_clock())
+    later.remember([*kept, (1, "nobody's", 0.0)])
+    assert {arm for _, arm, _ in later.kept()} <= {CANDIDATE, INCUMBENT} and len(later.kept()) == 2
+    later_clock.now_s += 39.0
+    assert later.arm_of(call(user="a"), later_clock()) == other[was["a"]]
+    assert later.arm_of(call(user="b"), later_clock()) == met
+
+
 def test_what_is_compared():
     """Of six calls of a pair: the first comes in the washout, one is sticky to the other arm, one was left by its caller, one was too long:
     the caller's fault. Two are compared: a good one with the candidate, a late one of double weight with the incumbent."""

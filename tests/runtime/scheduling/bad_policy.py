@@ -23,7 +23,7 @@ def main(kind_file: Path, descriptor: int, parent: int) -> None:
         for message in cutter.feed(data):
             if not is_told:
                 is_told = True
-                connection.sendall(frame([M.READY, 0]))
+                connection.sendall(frame([M.READY, 0, "none"]))
                 continue
             number, _, _, mask = M.read_question(message)
             kind = kind_file.read_text().strip()

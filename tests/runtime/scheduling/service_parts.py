@@ -53,7 +53,7 @@ class Scripted:
     fault: Callable[[Call, int], str | None] = lambda call, index: None
     is_emulation: bool = True
     can: frozenset[CommandKind] = frozenset()
-    carries_kv: bool = False
+    kv_home: str | None = None
     keeps_prefixes: bool = False
     is_alive: bool = False
     inside: int = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -164,3 +166,27 @@ def rebuild_after_loss(kind: str, victim: int, deadline_s: float, ready: str, **
         _all_here(communicator)
         return float(total[0])
     raise AssertionError("the victim was not missed")
+
+
+def unequal_exchange(kind: str, **settings: Any) -> None:
+    """Rank 0 sends three chunks and a half, rank 1 expects four bytes more."""
+    communicator = build_communicator(kind, **settings)
+    room = torch.zeros(57_344 + communicator.rank)
+    if communicator.rank == 0:
+        communicator.exchange([(1, room)], [])
+        time.sleep(60.0)
+    else:
+        communicator.exchange([], [(0, room)])
+
+
+def exchange_that_is_closed(kind: str, **settings: Any) -> float:
+    """Rank 0 waits for what rank 1 never sends, and is closed from another thread. Returns: how long the wait went on after that."""
+    communicator = build_communicator(kind, **settings)
+    if communicator.rank == 1:
+        time.sleep(1.0)
+        return 0.0
+    threading.Timer(0.3, communicator.close).start()
+    begin_s = time.monotonic()
+    with contextlib.suppress(PeerLost):
+        communicator.exchange([], [(1, torch.zeros(10))])
+    return time.monotonic() - begin_s - 0.3

@@ -423,7 +423,7 @@ def test_growth_displaces_the_latest_and_loses_nothing():
 
 def test_a_request_let_in_and_displaced_within_one_step_leaves_no_trace():
     """The first grows into the room that the second has just been given: the ranks never hear of the second."""
-    serving = Serving(kv_tokens_max=100, growth_tokens=1, decode_steps_max=1, retains_prefixes=False)
+    serving = Serving(kv_tokens_max=100, growth_tokens=1, decode_steps_max=1, retains_prefixes=False, priority_slots=0)
     for _ in range(3000):
         serving.batcher.lengths.observe(0, 1)
     first = serving.submit(make("first", prompt=[1] * 10, max_tokens=60))
@@ -474,7 +474,7 @@ def test_what_waited_elsewhere_counts_in_the_queue_and_displaces_nobody():
 
 
 def test_a_slot_is_kept_for_priority():
-    serving = Serving(slots_max=3)
+    serving = Serving(slots_max=3, priority_slots=1)
     for name in "abcd":
         serving.submit(make(name, max_tokens=50))
     serving.step()
@@ -484,6 +484,50 @@ def test_a_slot_is_kept_for_priority():
     assert "urgent" in {part.request_id for part in command.slices}
     assert serving.batcher.preemptions == 0
     serving.run()
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["fresh queue", "starving queue"])
+def test_above_normal_priority_begins_in_the_next_step_though_all_is_full(is_old):
+    """8 slots, 2048 tokens: 7 and 1792 for normal priority. A long prompt is being computed, 20 requests wait, some of them too long."""
+    serving = Serving(retains_prefixes=False)
+    for number in range(26):
+        serving.submit(make(f"normal-{number}", prompt=[number] * (400 if number % 5 == 4 else 250), max_tokens=112))
+    serving.step()
+    serving.step()
+    load = serving.batcher.load(serving.now_s)
+    assert load.running > load.decoding and load.kv_tokens_running <= 1792 < load.kv_tokens_running + 362, "not full"
+    if is_old:
+        serving.now_s += serving.batcher.settings.starve_after_s + 20.0
+    serving.submit(make("urgent", prompt=[45] * 100, max_tokens=140, priority=1))
+    assert "urgent" in {part.request_id for part in serving.step().slices}
+    assert serving.batcher.preemptions == 0 or is_old  # starving ones displace each other
+    serving.run()
+
+
+def test_what_is_kept_for_priority_is_a_slot_in_four_or_more_and_its_part_of_the_pool():
+    def kept(**settings: int) -> tuple[int, int]:
+        chosen = BatcherSettings(context_tokens=512, **{"kv_tokens_max": 1200, **settings})
+        return chosen.kept_slots, chosen.kept_kv_tokens
+
+    assert [kept(slots_max=slots) for slots in (1, 3, 4, 12)] == [(0, 0), (0, 0), (1, 300), (1, 100)]
+    assert kept(slots_max=8, priority_slots=2) == (2, 300) and kept(slots_max=8, priority_kv_tokens=50) == (1, 50)
+    for wrong in ({"priority_slots": 8}, {"priority_slots": -1}, {"priority_kv_tokens": 1201}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            kept(slots_max=8, **wrong)
+
+
+def test_a_request_that_needs_the_whole_pool_is_served_beside_a_flood_above_normal_priority():
+    """What is kept for others is not kept from one that runs alone; it displaces those that came later once it starves."""
+    serving = Serving(kv_tokens_max=400, retains_prefixes=False)
+    large = serving.submit(make("large", prompt=[9] * 100, max_tokens=300))
+    number = 0
+    while not any(event.finish_reason for event in serving.events["large"]):
+        while serving.batcher.load(serving.now_s).waiting < 4:
+            serving.submit(make(f"urgent-{number}", prompt=[number % 40] * 10, max_tokens=30, priority=1))
+            number += 1
+        serving.step()
+        assert serving.now_s < 60, "starved"
+    assert serving.tokens(large) == expected_answer(large)
 
 
 @pytest.mark.parametrize("flood_priority", [0, 3])
@@ -698,6 +742,21 @@ def test_pace_learns_the_three_coefficients_and_follows_a_change():
         assert pace.base_s == pytest.approx(0.020 * factor, rel=0.1)
         assert pace.token_s == pytest.approx(0.0004 * factor, rel=0.1)
         assert pace.step_s(8, 100) == pytest.approx(factor * 0.076, rel=0.05)
+
+
+@pytest.mark.parametrize("rows_max", [1, 5])
+@pytest.mark.parametrize("prefill_share", [0.1, 0.001, 0.0])
+def test_pace_stays_right_over_a_long_run(rows_max, prefill_share):
+    """20,000 steps with few prompts, a stall every hundredth: the expected time of a step is still that of the steps, and follows when all
+    become twice as slow."""
+    pace, rng = StepPace(), np.random.default_rng(3)
+    for count, factor in ((20_000, 1.0), (500, 2.0)):
+        for _ in range(count):
+            rows, prefill = (0, int(rng.integers(2, 90))) if rng.random() < prefill_share else (int(rng.integers(1, rows_max + 1)), 0)
+            stall_s = 0.05 * (rng.random() < 0.01)
+            pace.observe(rows, prefill, factor * (0.0008 + 0.0002 * rows + 0.00001 * prefill + rng.exponential(0.0001)) + stall_s)
+        assert pace.step_s(1) == pytest.approx(0.0011 * factor, rel=0.25)
+        assert np.isfinite(pace.token_s) and pace.token_s < 0.002
 
 
 def test_one_stall_hardly_moves_the_pace_and_nonsense_is_left_out():

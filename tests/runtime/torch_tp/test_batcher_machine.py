@@ -38,12 +38,14 @@ class BatcherMachine(RuleBasedStateMachine):
     come in order, every request ends once. At the end everything that is left is served, in bounded time."""
 
     @initialize(
-        pool=st.integers(40, 300), slots=st.integers(1, 6), growth=st.integers(1, 40), block=st.integers(1, 8), is_short=st.booleans()
-    )
-    def begin(self, pool, slots, growth, block, is_short):
+        pool=st.integers(40, 300), slots=st.integers(1, 6), growth=st.integers(1, 40), block=st.integers(1, 8), is_short=st.booleans(),
+        kept_slots=st.none() | st.integers(0, 5), kept_tokens=st.none() | st.integers(0, 40),
+    )  # fmt: skip
+    def begin(self, pool, slots, growth, block, is_short, kept_slots, kept_tokens):
         chosen = BatcherSettings(
             context_tokens=120, kv_tokens_max=pool, slots_max=slots, vocabulary=VOCABULARY, eos_ids=(EOS,), queue_limit=12,
             chunk_tokens_max=32, chunk_tokens_min=4, growth_tokens=growth, block_tokens=block, starve_after_s=0.5, head_start_s=0.3,
+            priority_slots=kept_slots if kept_slots is None else min(kept_slots, slots - 1), priority_kv_tokens=kept_tokens,
         )  # fmt: skip
         self.batcher = Batcher(chosen, lengths=short_answers_expected() if is_short else None)
         self.ranks = ToyRanks(slots, pool)
@@ -51,6 +53,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.command = None
         self.count = 0
         self.version = 0
+        self.expected: tuple[int, tuple[int, ...], int] | None = None  # slot, ids to come there, how many are there already
         self.requests: dict[str, GenerationRequest] = {}
         self.events: dict[str, list[TokenEvent]] = defaultdict(list)
         self.refused = 0
@@ -108,6 +111,34 @@ class BatcherMachine(RuleBasedStateMachine):
         self.command = self.batcher.next_step(self.now_s)
         self.take(self.batcher.drain_events())
 
+    @precondition(lambda self: self.command is None)
+    @rule(prompt=prompts, answer=st.integers(1, 20))
+    def an_urgent_request_begins_at_once(self, prompt, answer):
+        """Where no other of its kind is inside and it fits into what is kept for them, whoever else runs or waits."""
+        limits, batch = self.batcher.settings, self.batcher._batch
+        if any(resident.is_urgent for resident in (*batch.running.values(), *batch.waiting)):
+            return
+        self.submit(prompt, answer, 1, True, None)
+        name = f"r{self.count}"
+        resident = self.batcher._residents.get(name)
+        if resident is None or limits.kept_slots == 0 or batch._tokens_to_reserve(resident) > limits.kept_kv_tokens or self.has_lone_giant:
+            return
+        self.ask()
+        assert self.command is not None and name in {part.request_id for part in self.command.slices}
+
+    @property
+    def has_lone_giant(self) -> bool:
+        """Whether a request of normal priority runs that alone takes of what is kept."""
+        limits, running = self.batcher.settings, self.batcher._batch.running.values()
+        return sum(self.batcher._batch._reserved(s) for s in running if not s.is_urgent) > limits.kv_tokens_max - limits.kept_kv_tokens
+
+    @invariant()
+    def what_is_kept_for_urgent_requests_is_left_to_them(self):
+        if hasattr(self, "batcher"):
+            limits, normal = self.batcher.settings, [s for s in self.batcher._batch.running.values() if not s.is_urgent]
+            assert len(normal) <= max(1, limits.slots_max - limits.kept_slots)
+            assert len(normal) <= 1 or not self.has_lone_giant
+
     @precondition(lambda self: self.command is not None)
     @rule()
     def answer(self):
@@ -147,7 +178,9 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @rule()
     def change_plan(self):
-        """At most two plans live: before a third, the KV of the oldest is moved."""
+        """At most two plans live: before a third, the KV of the oldest is moved. Not while some is on its way here."""
+        if self.expected is not None:
+            return
         live = self.batcher.live_versions()
         if len(live) > 1 and self.command is None:
             oldest = self.batcher.slots_of_plan(live[0])
@@ -158,6 +191,33 @@ class BatcherMachine(RuleBasedStateMachine):
         if len(self.batcher.live_versions()) == 1:
             self.version += 1
             self.batcher.use_plan(self.version)
+
+    @precondition(lambda self: self.command is None and self.expected is None)
+    @rule(prompt=prompts, more=st.integers(0, 30))
+    def expect(self, prompt, more):
+        """KV of a prompt comes from elsewhere, in one part or two."""
+        slot = self.batcher.expect((), len(prompt) + more)
+        assert slot is None or self.batcher.is_expected(slot)
+        if slot is not None:
+            self.expected = slot, prompt, 0
+
+    @precondition(lambda self: self.command is None and self.expected is not None)
+    @rule(upto=st.integers(0, 70), goes_on=st.booleans())
+    def arrive(self, upto, goes_on):
+        slot, ids, start = self.expected
+        if not self.batcher.is_at_ranks(slot):
+            return
+        self.expected = None
+        came = ids[:upto] if upto > start else ()
+        if came and self.batcher.is_expected(slot):
+            held = self.ranks.slots[slot]
+            assert len(held.held) >= start and held.tokens_max >= len(came)
+            held.held = held.held[:start] + list(came[start:])
+        is_there = self.batcher.arrived(slot, came)
+        if is_there and came and goes_on and len(ids) > len(came):
+            again = self.batcher.expect(came, len(ids))
+            if again is not None:
+                self.expected = again, ids, len(came)
 
     @rule(seconds=st.floats(0.0, 1.0))
     def wait(self, seconds):
@@ -173,6 +233,8 @@ class BatcherMachine(RuleBasedStateMachine):
             return
         if self.command is not None:
             self.answer()
+        if self.expected is not None:
+            self.batcher.arrived(self.expected[0], ())
         work = sum(request.tokens_needed for request in self.requests.values())
         for _ in range(200 + 10 * work):
             if self.batcher.is_idle:

@@ -1,4 +1,4 @@
-"""Nothing outlives the controller, however it ends and whatever it was doing: no process, no segment (and with them no port)."""
+"""Nothing outlives the controller, however it ends and whatever it was doing: no process, no segment, no port."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.listening_sockets import listening_of, still_listening
 from runtime.torch_tp.communicators.segments import segment_folder
 from tests.conftest import PROJECT, heed_interrupt
 
@@ -57,6 +58,7 @@ class Controller:
             command, cwd=PROJECT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             start_new_session=True, preexec_fn=heed_interrupt,
         )  # fmt: skip
+        self.ports: dict[int, str] = {}
 
     def await_phase(self, phase: str, deadline_s: float = 120.0) -> None:
         assert self.process.stdout is not None and self.process.stdin is not None
@@ -73,7 +75,13 @@ class Controller:
                 self.process.stdin.flush()
 
     def leftovers(self) -> list[str]:
-        return processes_in_session(self.process.pid) + segments_of(self.process.pid)
+        return processes_in_session(self.process.pid) + segments_of(self.process.pid) + still_listening(self.ports)
+
+    def note_ports(self) -> None:
+        """Those that are listened on now are to be gone with the rest."""
+        self.ports = listening_of(
+            int(entry) for entry in os.listdir("/proc") if entry.isdigit() and session_of(int(entry)) == self.process.pid
+        )
 
     def end(self) -> None:
         for number in (signal.SIGCONT, signal.SIGKILL):
@@ -117,6 +125,7 @@ def await_nothing_left(controller: Controller) -> list[str]:
 def test_nothing_is_left(controller, number, phase):
     controller.await_phase(phase)
     assert len(controller.leftovers()) > 1  # else this test could not fail
+    controller.note_ports()
     os.kill(controller.process.pid, number)
     assert await_nothing_left(controller) == []
 

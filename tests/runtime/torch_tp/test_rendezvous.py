@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import socket
 import subprocess
@@ -11,31 +10,12 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
+from benchmarks.listening_sockets import listening_of, still_listening
 from runtime.torch_tp.communicators.segment_names import segment_folder, start_ticks
 from runtime.torch_tp.rendezvous import RendezvousProcess, connect_store, listen, local_address_towards, serve_store
-
-
-def listening_addresses(pid: int) -> set[str]:
-    """Local addresses (hex, as /proc/net/tcp has them) of the sockets on which a process listens."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = os.readlink(link)
-        except FileNotFoundError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].rsplit(":")[0])
-    return found
 
 
 @pytest.mark.fault("K19")
@@ -78,7 +58,7 @@ def test_processes_started_at_once_listen_on_loopback_only_and_know_their_port()
         addresses = [store.address(150.0) for store in stores]  # a crowded machine imports torch slowly
         assert len(set(addresses)) == 2
         for store, address in zip(stores, addresses, strict=True):
-            assert listening_addresses(store.pid) == {"0100007F"}  # 127.0.0.1
+            assert list(listening_of([store.pid]).values()) == [f"0100007F:{address[1]:04X}"]  # 127.0.0.1
             connect_store(address, 10.0).set("a", "b")
     finally:
         for store in stores:
@@ -117,10 +97,12 @@ def test_the_store_dies_with_its_parent_and_sweeps_what_the_parent_left(how):
     port, pid, name = parent.stdout.readline().split()
     time.sleep(0.6)  # longer than the store's look at its parent
     assert start_ticks(int(pid)) is not None
+    ports = listening_of([int(pid)])
+    assert [address.partition(":")[2] for address in ports.values()] == [f"{int(port):04X}"]
     parent.send_signal(how)
     parent.wait(5.0)
     end_s = time.monotonic() + 5.0
-    while start_ticks(int(pid)) is not None or (segment_folder() / name).exists():
+    while start_ticks(int(pid)) is not None or (segment_folder() / name).exists() or still_listening(ports):
         assert time.monotonic() < end_s, "still there 5 s after its parent"
         time.sleep(0.02)
     with socket.socket() as again:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.decision.layer_cuts import layer_plans
+from envs.decision.move_prices import CopyPrice
 from envs.domain.plans import LayerPlans, SplitPlan
 from envs.domain.specs import ModelSpec
 from runtime.torch_tp.group_plans import GroupPlans
@@ -16,7 +17,6 @@ from runtime.torch_tp.orders import Prepared, PrepareOrder, Switched, SwitchOrde
 from runtime.torch_tp.profiler import RankProfile
 from runtime.torch_tp.requests import SamplingSettings
 from runtime.torch_tp.resplit import (
-    MovePrice,
     Slide,
     SlideState,
     kv_moves,
@@ -114,11 +114,11 @@ def test_hysteresis_by_measured_price():
 
 
 def test_the_price_is_learnt():
-    price = MovePrice(pause_s=0.1, bytes_per_s=1e6, drag=0.5, weight=1.0)
-    assert price.cost_s(2e6, switches=2) == pytest.approx(0.2 + 0.5 * 2.0)
-    price.learn_switch(Switched((), 0, 0.01))
-    price.learn_copy(Prepared((1,), 0, 10**7, 1.0))
-    price.learn_copy(Prepared((1,), 0, 10, 1.0))  # too little to tell a rate
+    price = CopyPrice(pause_s=0.1, bytes_per_s=1e6, drag=0.5, weight=1.0)
+    assert price.cost_s(2e6, pauses=2) == pytest.approx(0.2 + 0.5 * 2.0)
+    price.learn_pause(0.01)
+    price.learn_copy(10**7, 1.0)
+    price.learn_copy(10, 1.0)  # too little to tell a rate
     assert price.cost_s(2e6) == pytest.approx(0.01 + 0.5 * 0.2)
 
 

@@ -142,6 +142,16 @@ def test_cuts_of_the_distribution_match_the_slow_way(data, seed):
         assert drawn == {int(expected.argmax())}
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-12])
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 5e-324}])
+def test_a_temperature_near_zero_is_greedy(temperature, cuts):
+    """A logit divided by the smallest number is infinite; the likeliest token is drawn all the same, and no warning given."""
+    logits = np.array([2.0, -3.0, 7.0, 6.999, -np.inf])
+    with np.errstate(all="raise", under="ignore"):
+        assert draw(logits, SamplingSettings(temperature=temperature, **cuts), 1, 2) == 2
+        assert draw(-np.abs(logits) - 1.0, SamplingSettings(temperature=temperature, **cuts), 1, 2) == 0
+
+
 def test_chance_belongs_to_seed_and_position():
     """Uniform by Kolmogorov-Smirnov over positions and over seeds, and no state: asking twice gives the same."""
     along = [uniform(3, position) for position in range(3000)]

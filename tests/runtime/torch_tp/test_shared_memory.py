@@ -158,6 +158,17 @@ def test_an_exchange_that_nobody_answers_ends_at_the_deadline():
         assert group.outcome(0).error == "CollectiveTimeout"
 
 
+def test_an_exchange_of_unequal_sizes_is_refused_with_both():
+    with ranks(rank_programs.unequal_exchange, 2, kind="shm", deadline_s=5.0) as group:
+        refused = group.outcome(1)
+    assert refused.error == "ValueError" and "rank 0 has 229376 bytes left to send where 229380 are expected" in refused.text
+
+
+def test_closing_ends_an_exchange_at_once():
+    with ranks(rank_programs.exchange_that_is_closed, 2, kind="shm", deadline_s=30.0) as group:
+        assert group.values()[0] < 0.6
+
+
 def test_a_member_that_never_comes_ends_the_building_at_the_deadline():
     from runtime.torch_tp.communicators.interface import CollectiveTimeout
 

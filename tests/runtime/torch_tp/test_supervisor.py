@@ -22,6 +22,7 @@ from runtime.torch_tp.nursery import Nursery
 from runtime.torch_tp.orders import Failure, Prepared, PrepareOrder
 from runtime.torch_tp.protocol import Kind, Message
 from runtime.torch_tp.requests import SamplingSettings
+from runtime.torch_tp.resplit import SlideState
 from runtime.torch_tp.steps import SliceCommand, StepCommand
 from runtime.torch_tp.supervisor import GroupError, GroupGone, GroupRebuilt, RankSettings, Supervisor
 from runtime.torch_tp.worker_link import WorkerLink
@@ -442,3 +443,44 @@ def test_with_buddies_slots_move_and_are_still_kept(dreams, nursery, undisturbed
         assert run.tokens == undisturbed[0].tokens
         assert supervisor.members == (0, 2) and supervisor.changes[-1].keeps_kv
         assert not run.rebuilt and len(run.moved) == 4
+
+
+class FailingNursery(Nursery):
+    """Its workers' stores fail as `failing_nursery` is told."""
+
+    PROGRAM = "tests.runtime.torch_tp.failing_nursery"
+
+
+@pytest.fixture(scope="module")
+def failing_nursery():
+    nursery = FailingNursery()
+    nursery.start()
+    yield nursery
+    nursery.close()
+
+
+@pytest.mark.parametrize("fault", ["allocate 1 2", "export 1 9", "import_ 1 8", "import_ 0 16", "grow 2 1"])
+def test_a_rank_that_fails_in_mid_copy_ends_it_for_all_at_once(dreams, failing_nursery, undisturbed, monkeypatch, fault):
+    """One rank of three has no memory for a copy. Once the others waited 30 s for what it did not send, and what they had sent lay in the
+    way of the next copy. Now the slide fails within a chunk, nothing changes, the group goes on, and the next slide gets through."""
+    monkeypatch.setenv("BALLAST_TEST_FAULT", fault)
+    monkeypatch.setattr("runtime.torch_tp.resplit.UP_TO_DATE_S", 0.0)
+    plans = [(1.0, 1.0, 3.0), (1.0, 3.0, 1.0), (2.0, 1.0, 1.0)]
+    took_s: list[float] = []
+
+    def before_step(driver: Driver) -> None:
+        if not driver.is_sliding and driver.run.steps >= 3 and len(driver.run.slides) < 3:
+            took_s.append(time.monotonic())
+            driver.slide(plans[len(driver.run.slides)])
+
+    with group(dreams, failing_nursery, 1.0, 1.0, 1.0) as supervisor:
+        driver = Driver(supervisor, before_step, growth_tokens=1)
+        for _ in range(500):
+            driver.batcher.lengths.observe(0, 1)  # answers are expected to be short, so that slots grow while they are copied
+        run = driver.generate(max_tokens=90)
+        driver.finish_slide()
+        assert [answer[:40] for answer in run.tokens] == undisturbed[0].tokens and not run.rebuilt
+        assert [slide.state for slide in run.slides] == [SlideState.DONE, SlideState.FAILED, SlideState.DONE]
+        assert "MemoryError" in run.slides[1].reason or "could not go on" in run.slides[1].reason
+        assert took_s[2] - took_s[1] < 10.0 and len(run.moved) >= 4
+        assert supervisor.members == (0, 1, 2)
