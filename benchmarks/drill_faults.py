@@ -88,7 +88,7 @@ async def _slow_down(pid: int) -> None:
 
 
 def _garble(pid: int, descriptor: int, rng: random.Random) -> None:
-    """Wrong bytes to whoever listens at the other end: noise, half a frame's head, a frame of noise, one that will never be whole."""
+    """Wrong bytes to whoever listens at the other end: noise, one byte of it, a frame of noise, a length of much that never comes."""
     noise = rng.randbytes(64)
     wrong = rng.choice((noise, noise[:1], framed(noise), (FRAME_BYTES_MAX - 1).to_bytes(4, "big")))
     with _socket_of(pid, descriptor) as connection, contextlib.suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""Frames on a socket between our own processes: 4 bytes of length, then msgpack."""
+"""Frames on a socket between our own processes: 4 bytes of length, 4 that check it, then msgpack."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 
 FRAME_BYTES_MAX = 64 * 2**20
-_LENGTH = struct.Struct("!I")
+HEAD = struct.Struct("!II")
+"""Of a frame: its length, and the length again, mixed with `CHECK`: wrong bytes are known at once, not when the length that they seem to
+announce does not come."""
+CHECK = 0x5BA11A57
 
 
 def framed(payload: bytes) -> bytes:
-    """`payload` behind its length."""
-    return _LENGTH.pack(len(payload)) + payload
+    """`payload` behind its head."""
+    return HEAD.pack(len(payload), len(payload) ^ CHECK) + payload
 
 
 def frame(message: list[Any]) -> bytes:
@@ -42,14 +45,16 @@ class FrameCutter:
     def payloads(self, data: bytes) -> Iterator[bytes]:
         """What is in every frame that is complete with `data`."""
         self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
+        while len(self._buffer) >= HEAD.size:
+            length, check = HEAD.unpack_from(self._buffer)
+            if check != length ^ CHECK:
+                raise ValueError("bytes that are no frame; is this one of our processes?")
             if length > self._bytes_max:
                 raise ValueError(f"frame announces {length} bytes, at most {self._bytes_max} are allowed; is this one of our processes?")
-            end = _LENGTH.size + length
+            end = HEAD.size + length
             if len(self._buffer) < end:
                 return
-            payload = bytes(self._buffer[_LENGTH.size : end])
+            payload = bytes(self._buffer[HEAD.size : end])
             del self._buffer[:end]
             yield payload
 

@@ -17,7 +17,7 @@ import msgspec
 
 from runtime.frames import FRAME_BYTES_MAX, FrameCutter, framed, packed
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Kind(IntEnum):
@@ -69,7 +69,7 @@ def unpack(cls: Any, data: Any) -> Any:
 
 
 def encode(message: Message) -> bytes:
-    """One frame: 4 bytes of length, then msgpack. Raises: ProtocolError for a body over FRAME_BYTES_MAX."""
+    """One frame of `runtime.frames`. Raises: ProtocolError for a body over FRAME_BYTES_MAX."""
     fields = (message.kind, message.epoch, message.plan_version, message.step, message.body)
     payload = packed(fields)
     if len(payload) > FRAME_BYTES_MAX:

@@ -16,9 +16,9 @@ from tests.runtime.scheduling.service_parts import call
 
 MUMBLER = """
 import socket, sys, time
-from runtime.frames import frame
+from runtime.frames import CHECK, HEAD, frame
 connection = socket.socket(fileno=int(sys.argv[1]))
-connection.sendall(frame(["up", {}]) + (60 << 20).to_bytes(4, "big"))  # a frame that will not end within the hour
+connection.sendall(frame(["up", {}]) + HEAD.pack(60 << 20, 60 << 20 ^ CHECK))  # a frame that will not end within the hour
 while True:
     connection.sendall(bytes(100))
     time.sleep(0.02)

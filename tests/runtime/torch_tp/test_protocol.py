@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.domain.plans import LayerPlans, SplitPlan
-from runtime.frames import FRAME_BYTES_MAX
+from runtime.frames import CHECK, FRAME_BYTES_MAX, HEAD, framed
 from runtime.torch_tp.orders import Configuration, Failure, Hello, Prepared, PrepareOrder, StepDone, StepOrder, SwitchOrder
 from runtime.torch_tp.protocol import (
     FrameReader,
@@ -60,13 +59,15 @@ def test_frames_survive_any_cutting(messages, cuts):
 @pytest.mark.parametrize(
     "data",
     [
-        struct.pack("!I", FRAME_BYTES_MAX + 1),
+        HEAD.pack(FRAME_BYTES_MAX + 1, (FRAME_BYTES_MAX + 1) ^ CHECK),
+        (FRAME_BYTES_MAX - 1).to_bytes(4, "big") + encode(Message(Kind.DIE)),  # would swallow what follows
+        b"\x00" + encode(Message(Kind.DIE)),
         b"GET / HTTP/1.1\r\n\r\n" + b"x" * 80,
-        struct.pack("!I", 3) + b"\xc1\xc1\xc1",  # a byte that msgpack never uses
-        struct.pack("!I", 1) + b"\x05",  # a number, no message
-        struct.pack("!I", 6) + bytes([0x95, 99, 0, 0, 0, 0xC0]),  # kind 99
+        framed(b"\xc1\xc1\xc1"),  # a byte that msgpack never uses
+        framed(b"\x05"),  # a number, no message
+        framed(bytes([0x95, 99, 0, 0, 0, 0xC0])),  # kind 99
     ],
-    ids=["length", "http", "bytes", "shape", "kind"],
+    ids=["length", "lone length", "a byte", "http", "bytes", "shape", "kind"],
 )
 def test_what_is_no_message_is_refused(data):
     with pytest.raises(ProtocolError):
