@@ -119,6 +119,9 @@ class Router(AbstractContextManager["Router"]):
         wait_for_answer(self.url, [self.process])
 
 
+REQUEST_TIMEOUT_S = 900.0  # the streams of the long drill take ten minutes, which is what a request may take by itself
+
+
 class Gateway(Router):
     """Our service. Its own process, and the policy's, which is its child."""
 
@@ -128,7 +131,7 @@ class Gateway(Router):
         groups = {f"server-{i}": {"kind": "openai_http", "url": f"http://127.0.0.1:{port}"} for i, port in enumerate(PORTS)}
         service = {
             "cluster": "cluster.yaml", "model": {"name": "mock"}, "bundle": str(bundle), "groups": groups, "port": GATEWAY_PORT,
-            "scheduler": scheduler or {},
+            "scheduler": scheduler or {}, "gateway": {"request_timeout_s": REQUEST_TIMEOUT_S},
         }  # fmt: skip
         (folder / "service.yaml").write_text(yaml.safe_dump(service))
         command = (sys.executable, "-m", "runtime", "serve", "--config", str(folder / "service.yaml"))
