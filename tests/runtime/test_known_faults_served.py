@@ -215,7 +215,9 @@ def test_a_stuck_group_stalls_nobody_else(client, service):
     served = service.served_by()
     # two groups do what three did, while the third starts again on the same cores
     assert max(second.values()) < SLOWER * max(healthy.values()) + 1.0
-    assert len([name for name in second if served[name][1] > 1]) <= len(second) // 10  # on full cores another group may fall silent for once
+    assert (
+        len([name for name in second if served[name][1] > 1]) <= len(second) // 10
+    )  # on full cores another group may fall silent for once
 
 
 @pytest.mark.fault("K13")
