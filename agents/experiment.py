@@ -6,8 +6,8 @@ The best heuristic of each kind is chosen on validation worlds and never on test
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from agents import heuristics
 from agents.advised_env import AdvisedEnv
 from agents.capability_table import capability_rows
+from agents.contestants import FROM_RANDOM, Best, contestants, counterparts
 from agents.cross_entropy import tune_linear_score
 from agents.evaluation import Contestant, WorldRunner, load_one
 from agents.experiment_config import ExperimentConfig
@@ -46,10 +47,8 @@ from envs.unloaded import unloaded_times
 from envs.world_sampler import WorldSampler
 
 EXPERIMENT_FILE = "experiment.yaml"
-CEILING = "clairvoyant (unreachable)"
 REFERENCE = "net_utility"  # the strongest closed-form router on every validation set so far; it defines load 1.0
-AGENTS: tuple[str, ...] = ("route", "route_from_random", "split", "rebalance")
-FROM_RANDOM = "route_from_random"
+AGENTS: tuple[str, ...] = ("route", FROM_RANDOM, "split", "rebalance")
 DEFAULT_PPO: dict[str, dict[str, Any]] = {
     # the start is as good as its adviser; steps large enough to learn from nothing would forget that
     "route": {
@@ -117,19 +116,6 @@ class Companions:
 def make_training_env(worlds: WorldSampler, companions: Companions, settings: EnvSettings, advisor: str | None) -> SchedulingEnv:
     """Top-level so that worker processes can build it."""
     return SchedulingEnv(worlds, companions, settings) if advisor is None else AdvisedEnv(worlds, companions, settings, advisor)
-
-
-@dataclass(slots=True)
-class Best:
-    """Best heuristic of each kind on validation, as contestant texts."""
-
-    route: str = "least_completion"
-    split: str = "planner"
-    rebalance: str = "threshold"
-    scores: dict[str, float] = field(default_factory=dict)
-
-    def without(self, asked: Sequence[str]) -> tuple[tuple[Decision, str], ...]:
-        return tuple((decision, getattr(self, decision)) for decision in ALL_DECISIONS if decision not in asked)
 
 
 class Experiment:
@@ -257,7 +243,7 @@ class Experiment:
         self.best.rebalance = max(rebalance_scores, key=rebalance_scores.__getitem__)
         self.best.scores |= {f"split {k}": round(v, 4) for k, v in split_scores.items()}
         self.best.scores |= {f"rebalance {k}": round(v, 4) for k, v in rebalance_scores.items()}
-        self.say(f"best on validation: route {self._route_name()}, split {self.best.split}, rebalance {self.best.rebalance}")
+        self.say(f"best on validation: route {self.best.route_name}, split {self.best.split}, rebalance {self.best.rebalance}")
 
     def train(self, agent: str, resume: bool = False) -> Path:
         """Train one agent, export its bundle; returns the bundle's directory."""
@@ -291,12 +277,12 @@ class Experiment:
 
     def evaluate(self, bundles: dict[str, Path]) -> EvaluationResults:
         """Every contestant on every test world, paired."""
-        contestants = self._contestants(bundles)
-        pairs = [(world, contestant) for world in self.test for contestant in contestants]
+        rows = contestants(self.config.compare, self.linear, self.best, bundles)
+        pairs = [(world, contestant) for world in self.test for contestant in rows]
         with self._bar() as bar:
             task = bar.add_task("test worlds", total=len(pairs))
             found = self.runner.map(pairs, progress=lambda: bar.advance(task))
-        policies: dict[str, list[dict[str, Any]]] = {contestant.name: [] for contestant in contestants}
+        policies: dict[str, list[dict[str, Any]]] = {contestant.name: [] for contestant in rows}
         for (_, contestant), summary in zip(pairs, found, strict=True):
             policies[contestant.name].append(summary)
         return EvaluationResults(
@@ -304,22 +290,17 @@ class Experiment:
             is_synthetic=self.trace.synthetic,
             world_names=tuple(world.name for world in self.test),
             policies={name: tuple(rows) for name, rows in policies.items()},
-            best_heuristic=self._best_name(),
+            best_heuristic=self.best.name,
             learned=tuple(name for name in policies if name.startswith("ppo")),
             learning_curve=self._learning_curve(),
             notes=tuple(self._notes()),
-            capability=capability_rows(self.sampler.clusters, self.trace, policies[self._best_name()]),
+            capability=capability_rows(self.sampler.clusters, self.trace, policies[self.best.name]),
             provenance=provenance(self.config.model_dump(), self.config.seed),
             validation=self.best.scores,
-            counterparts=self._counterparts(policies),
+            counterparts=counterparts(self.best, policies),
             command=self.command,
             is_shortened=self.config.shortened,
         )
-
-    def _counterparts(self, policies: Collection[str]) -> dict[str, str]:
-        """Learned policy -> the row in which the best heuristics answer every kind of decision, as it had them beside it."""
-        stack = f"rebalance:{self.best.rebalance}"
-        return {name: stack for name in policies if name.startswith("ppo") and stack in policies}
 
     def _learning_curve(self) -> tuple[dict[str, float], ...]:
         """Validation goodput over training decisions of the router (or the joint agent)."""
@@ -331,15 +312,6 @@ class Experiment:
     def trace_label(self) -> str:
         """Name of the traffic for reports: without the folder, which is the machine's own."""
         return f"{Path(self.config.trace.name).name} ({Path(self.trace.source).name})"
-
-    def _best_name(self) -> str:
-        """The best row of heuristics on validation: the router alone, or with splitter and rebalancer where they add to it."""
-        router, stack = self._route_name(), f"rebalance:{self.best.rebalance}"
-        scores = self.best.scores
-        return stack if scores.get(f"rebalance {self.best.rebalance}", 0.0) > scores.get(router, 0.0) else router
-
-    def _route_name(self) -> str:
-        return "linear_cem" if self.best.route.startswith("linear") else self.best.route
 
     # -- parts
 
@@ -429,31 +401,6 @@ class Experiment:
             f"({report.observations} observations, {report.decisions_different} different decisions)"
         )
         return directory
-
-    def _contestants(self, bundles: dict[str, Path]) -> list[Contestant]:
-        compare, best = self.config.compare, self.best
-        rows = [Contestant(name, name) for name in compare.routers]
-        if self.linear:
-            rows.append(Contestant("linear_cem", self.linear))
-        rows += [Contestant(f"split:{name}", best.route, name) for name in compare.splitters]
-        rows += [Contestant(f"rebalance:{name}", best.route, best.split, name) for name in compare.rebalancers]
-        if compare.clairvoyant:
-            rows.append(Contestant(CEILING, "clairvoyant"))
-        texts = {agent: f"bundle:{path}" for agent, path in bundles.items()}
-        # each agent beside the heuristics that it was trained beside
-        if "route" in texts:
-            rows.append(Contestant("ppo_route", texts["route"], best.split, best.rebalance))
-        if FROM_RANDOM in texts:
-            rows.append(Contestant(f"ppo_{FROM_RANDOM}", texts[FROM_RANDOM], best.split, best.rebalance))
-        if "split" in texts:
-            rows.append(Contestant("ppo_split", best.route, texts["split"], best.rebalance))
-        if "rebalance" in texts:
-            rows.append(Contestant("ppo_rebalance", best.route, best.split, texts["rebalance"]))
-        if {"route", "split", "rebalance"} <= set(texts):
-            rows.append(Contestant("ppo_together", texts["route"], texts["split"], texts["rebalance"]))
-        if "joint" in texts:
-            rows.append(Contestant("ppo_joint", texts["joint"], texts["joint"], texts["joint"]))
-        return rows
 
     def _notes(self) -> list[str]:
         choice = self.config.trace

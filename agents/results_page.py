@@ -25,8 +25,8 @@ Written by `python -m agents.results RUN ...`; a later run replaces the section 
 calibrated model, not from hardware. Differences are points of goodput, paired by world, with 95 % bootstrap intervals; the
 interquartile mean (IQM) stands beside the mean. The best heuristic was chosen on validation worlds among all but `what_if`, which
 takes milliseconds a decision. Percentiles are means over worlds of each world's percentile, failed requests at the worst value;
-refused and other ends are totals. `split:x` and `rebalance:x` are the best router with `x` for that decision; a router's own row
-plays no control decisions.
+refused and other ends are totals. A router's own row plays no control decisions. `split:x` is the best router with splitter `x`,
+`rebalance:x` the two best with rebalancer `x`; a learned policy plays beside the best heuristics that it was trained beside.
 """
 PREFERRED = ("ppo_route", "ppo_joint")
 """The learned policy that stands in the README's row of a run; otherwise the first."""
