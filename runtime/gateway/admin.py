@@ -86,7 +86,7 @@ class Admin:
 
     async def state(self, request: Request) -> Response:
         self.check(request)
-        return _json(self._administered.admin_state())
+        return _json(self._administered.admin_state() | {"smaller_model": self._shared.smaller.told()})
 
     async def requests(self, request: Request) -> Response:
         self.check(request)
