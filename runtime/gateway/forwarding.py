@@ -123,7 +123,7 @@ class Forwarding:
         attempt = call.notes.begin(AttemptNotes(NAME, NAME, why, now_s, now_s))
         try:
             data = await answer.begin(body, _headers(self._notes, call.notes, asked.is_stream))
-            self._begun(asked)
+            self._begun(asked, answer.degraded_there)
             if asked.is_stream:
                 await self._relay(asked, answer, attempt, data, ready)
             else:
@@ -154,12 +154,12 @@ class Forwarding:
     def _degraded(self) -> tuple[bytes, bytes]:
         return b"x-ballast-degraded", self._notes.degraded.encode()
 
-    def _begun(self, asked: Asked) -> None:
+    def _begun(self, asked: Asked, degraded_there: str) -> None:
         """From here on it is the smaller model's answer."""
         self._counts = self._metrics.of_model(self._name)
         self._notes.answered_by = self._name
         for call in asked.calls:
-            call.notes.degraded = f"model={self._name}"
+            call.notes.degraded = ", ".join(filter(None, (f"model={self._name}", degraded_there)))
 
     def _note_text(self, asked: Asked, answer: SmallerAnswer, attempt: AttemptNotes) -> None:
         """Times of a stream's text, as the caller gets it."""

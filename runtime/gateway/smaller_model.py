@@ -25,6 +25,7 @@ from runtime.gateway.call_making import MEANT_HERE, Asked
 CONNECT_S = 5.0
 ANSWER_BYTES_MAX = 16 << 20
 ERROR_BYTES_MAX = 2048
+DEGRADED_CHARS_MAX = 256
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 LEFT_OUT = MEANT_HERE | {"request_id"}
 """Fields of this service's own, which the OpenAI API does not have. vLLM's (top_k, min_tokens, …) are known to its kind and go along."""
@@ -199,6 +200,12 @@ class SmallerAnswer:
         if self._connection is not None:
             self._connection.release()
         self._smaller.breaker.record(self._outcome, began_s=self._began_s, lease=self._lease, reason=self._reason)
+
+    @property
+    def degraded_there(self) -> str:
+        """What that server, a Ballast itself, took from the answer."""
+        told = self._connection.headers.get("x-ballast-degraded", "") if self._connection is not None else ""
+        return told if told.isascii() and told.isprintable() and len(told) <= DEGRADED_CHARS_MAX else ""
 
     @property
     def outcome(self) -> Outcome:
