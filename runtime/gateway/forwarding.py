@@ -134,7 +134,7 @@ class Forwarding:
         finally:
             answer.close()
             attempt.ended_s, attempt.tokens = time.monotonic(), answer.tokens
-            attempt.outcome, attempt.reason = answer.outcome.name.lower(), answer.reason
+            attempt.outcome, attempt.reason = answer.outcome, answer.reason
             if not answer.is_whole:
                 self._notes.output_tokens = answer.tokens
 

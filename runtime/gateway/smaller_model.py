@@ -154,7 +154,7 @@ class SmallerAnswer:
         self._began_s = smaller.now_s()
         self._connection: HttpConnection | None = None
         self._lines = EventLines()
-        self._outcome, self._reason = Outcome.NEUTRAL, ""
+        self._outcome, self._reason, self._is_busy = Outcome.NEUTRAL, "", False
         self.is_whole = False
         self.finish_reasons: dict[int, str] = {}
         self.tokens = 0
@@ -208,8 +208,9 @@ class SmallerAnswer:
         return told if told.isascii() and told.isprintable() and len(told) <= DEGRADED_CHARS_MAX else ""
 
     @property
-    def outcome(self) -> Outcome:
-        return self._outcome
+    def outcome(self) -> str:
+        """In the words of notes of attempts."""
+        return "busy" if self._is_busy else self._outcome.name.lower()
 
     @property
     def reason(self) -> str:
@@ -234,7 +235,7 @@ class SmallerAnswer:
         self._reason = f"HTTP {status}: {message_of(text)}"
         if is_backpressure(status, after is not None):
             self._smaller.breaker.record_backpressure(seconds_of(after), self._lease)
-            self._lease = None
+            self._lease, self._is_busy = None, True
             return Unanswered("busy", self._reason)
         # redirects are not followed, so that anything else is no answer either
         outcome = classify(None if status < 400 or status in OPERATORS_MISTAKES else status)
