@@ -86,7 +86,8 @@ class Admin:
 
     async def state(self, request: Request) -> Response:
         self.check(request)
-        return _json(self._administered.admin_state() | {"smaller_model": self._shared.smaller.told()})
+        smaller = self._shared.smaller.told()
+        return _json(self._administered.admin_state() | ({"smaller_model": smaller} if smaller is not None else {}))
 
     async def requests(self, request: Request) -> Response:
         self.check(request)

@@ -17,7 +17,8 @@ from runtime.gateway.answers import STREAM_HEADERS
 from runtime.gateway.call_making import Asked
 from runtime.gateway.errors import JSON_TYPE, ApiError, Headers
 from runtime.gateway.metrics import Metrics, ModelCounts
-from runtime.gateway.smaller_model import OUTCOMES, CutShort, SmallerAnswer, SmallerModel, SmallerModelSettings, Unanswered, body_for
+from runtime.gateway.smaller_answer import CutShort, SmallerAnswer
+from runtime.gateway.smaller_model import OUTCOMES, SmallerModel, SmallerModelSettings, Unanswered, body_for
 from runtime.request_notes import AttemptNotes, CallNotes, RequestNotes
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class SmallerModelDesk(Collector):
             self.model.close()
 
     def told(self) -> dict[str, Any] | None:
-        """For `/admin/state`."""
+        """For `/admin/state`; None where there is none."""
         if self.model is None:
             return None
         settings, breaker = self.model.settings, self.model.breaker
@@ -102,7 +103,8 @@ class Forwarding:
             outcome = "answered"
         except Unanswered as told:
             outcome = told.outcome
-            logger.info("smaller model did not answer request_id=%s outcome=%s reason=%s", self._notes.request_id, outcome, told)
+            level = logging.INFO if outcome == "failed" else logging.DEBUG  # the breaker sees to it that there are few of those
+            logger.log(level, "smaller model did not answer request_id=%s outcome=%s reason=%s", self._notes.request_id, outcome, told)
             return False
         except CutShort as cut:
             outcome = "cut"
