@@ -266,7 +266,9 @@ def test_a_stream_that_began_here_is_not_taken_up_there(service, small_server):
 def test_no_answer_there_is_the_refusal_here(service, small_server, pair, fault, outcome, is_stream):
     small_server.fault = lambda body, index: fault
     check_refused_as_without(pair, CHAT | {"stream": is_stream})
-    assert len(small_server.requests) == 1 and counts(service) == {outcome: 1}
+    assert counts(service) == {outcome: 1}
+    # a connection that was kept for a second and is lost at once may have been closed before: it is replaced, once
+    assert len(small_server.requests) == 1 or (fault == "die" and len(small_server.requests) == 2)
 
 
 @pytest.mark.parametrize("fault", ["garble", "error_event"])
