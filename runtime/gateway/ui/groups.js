@@ -89,6 +89,7 @@ class Card {
     this.drain.setAttribute('aria-label', `${this.drain.textContent} ${group.name}`);
     this.resplit.setAttribute('aria-label', `Re-split ${group.name}`);
     const canSplit = can.has('set_split');
+    this.drain.hidden = group.state === 'joined';
     this.corner.hidden = this.resplit.hidden = !canSplit;
     const isForeign = group.kind === 'openai_http';
     this.note.hidden = !isForeign;
