@@ -317,7 +317,7 @@ def test_ranks_join_under_load(kind: str, request: pytest.FixtureRequest, kernel
     """The greedy text is the same before, across and after, each token once; killed, the group comes back with both ranks. The third
     group, for whose sake there are two rank columns, never runs."""
     folder = str(request.getfixturevalue("dreams")) if kind == "torch_tp" else None
-    service, pids = MovingService(kind, folder, ranks=(1, 1, 2), parked=2), list[int]()
+    service, pids = MovingService(kind, folder, slow_factor=1.0, ranks=(1, 1, 2), parked=2), list[int]()
 
     async def body() -> None:
         dispatcher, backend = service.dispatcher, service.backends[0]
