@@ -8,14 +8,18 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+import numpy as np
+
 from envs.domain.commands import Command
 from envs.domain.plans import TpGroup
 from runtime.backends.interface import MoveRefused
 from runtime.scheduling.dispatcher import Dispatcher
-from runtime.scheduling.group_switch import GroupSwitch
+from runtime.scheduling.group_switch import LOOK_AGAIN_S, GroupSwitch
 from runtime.scheduling.move import Move, MoveUndone
 
 logger = logging.getLogger(__name__)
+
+FIRST_REPORT_S = 10.0  # after its start a group has reported many times over by then
 
 
 class Regroup:
@@ -75,10 +79,12 @@ class Regroup:
             undo = backends[target].join(backends[donor], merged)
             dispatcher.plans.take_group(target, merged)
             await self._switch.start(target, tries_again=False)
+            await self._check_members(target)
             return ""
         except Exception as error:  # whatever it was, the old group must serve again
             why = str(error) if isinstance(error, MoveRefused) else f"{type(error).__name__}: {error}"
         logger.error("ranks not joined group=%s donor=%s reason=%s", merged.name, backends[donor].name, why)
+        await dispatcher.groups.stop_group(target)
         if undo is not None:
             undo()
         dispatcher.plans.take_group(target, old)
@@ -86,3 +92,17 @@ class Regroup:
         with contextlib.suppress(MoveRefused):  # then it is kept being started, as after a crash
             await self._switch.until_up(target)
         return why
+
+    async def _check_members(self, target: int) -> None:
+        """An engine starts without the ranks that fail it, which is not what was ordered. Raises: MoveRefused."""
+        dispatcher, until_s = self._dispatcher, self._now_s() + FIRST_REPORT_S
+        while True:
+            dispatcher.groups.take_report_now(target)
+            report = dispatcher.telemetry.reports[target]
+            if report is not None and report.plan is not None:
+                break
+            if self._now_s() > until_s:
+                raise MoveRefused("up, but it does not say with which ranks")
+            await asyncio.sleep(LOOK_AGAIN_S)
+        if (missing := np.flatnonzero(~dispatcher.plans.members(target))).size:
+            raise MoveRefused(f"up, but without rank {', '.join(map(str, missing.tolist()))}")
