@@ -120,6 +120,7 @@ class EmulatedBackend:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        self._report = None
 
     @property
     def is_alive(self) -> bool:

@@ -112,6 +112,7 @@ class TorchTpBackend(asyncio.Protocol):
         if self._transport is not None:
             self._say([M.STOP])
         await self._end_process(deadline_s=STOP_DEADLINE_S if self._is_up() else 0.0)
+        self._report = None  # of a process that is let go nothing is true any more
 
     def _is_up(self) -> bool:
         return self._up is not None and self._up.done() and not self._up.cancelled() and self._up.exception() is None
