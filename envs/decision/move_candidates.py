@@ -117,8 +117,12 @@ def switch_price_s(group: TpGroup, plan: SplitPlan, new: SplitPlan, overlap: Ove
 
 
 def _rounded(factors: FloatArray) -> tuple[float, ...]:
-    """Measured speed factors in steps of 5 %, never rounded to a loss."""
-    return tuple(0.0 if value <= 0 else max(0.05, round(value * 20.0) / 20.0) for value in factors)
+    """Measured speed factors in steps of 5 % down to a half, of half as much down to a quarter and so on, so that no step is
+    more than a tenth of the value. Every price and plan here takes them, or two moves could each be held to undo the other
+    with a gain. Never rounded to a loss: the least is 0.001."""
+    value = np.maximum(factors, 1e-3)
+    size = np.exp2(np.minimum(np.frexp(value)[1], 0))
+    return tuple(np.where(np.asarray(factors) > 0.0, np.round(value / size * 20.0) / 20.0 * size, 0.0).tolist())
 
 
 def split_candidates(
@@ -172,10 +176,11 @@ def fallback_plan(group: TpGroup, speed_factors: FloatArray) -> SplitPlan:
 
     speed_factors: (ranks,) measured over declared speed, 0 for a lost rank. Raises: InfeasibleSplit when nothing fits.
     """
-    bandwidth = np.array([place.gpu.memory_bytes_per_s for place in group.ranks]) * speed_factors
+    speeds = np.array(_rounded(speed_factors))
+    bandwidth = np.array([place.gpu.memory_bytes_per_s for place in group.ranks]) * speeds
     chosen = smallest_subset(group, bytes_per_s=bandwidth)
     factors = np.zeros(len(group.ranks))
-    factors[list(chosen)] = np.maximum(speed_factors[list(chosen)], 1e-3)
+    factors[list(chosen)] = np.maximum(speeds[list(chosen)], 1e-3)
     return split_planner.corner_plan(group, "planner", IDLE_MIX, speed_factors=factors)
 
 
@@ -288,12 +293,12 @@ def _subset_rows(
                 continue
             command = Command(CommandKind.FALL_BACK, g)
         elif not used.all() and (factors[~used] > 0.5).all() and (health.may_restore is None or health.may_restore[g]):
-            other = split_planner.corner_plan(group, "planner", mix, speed_factors=factors)
+            other = split_planner.corner_plan(group, "planner", mix, speed_factors=np.array(_rounded(factors)))
             command = Command(CommandKind.RESTORE, g)
         else:
             continue
-        before_s = split_planner.step_cost_s(group, plan, mix, speed_factors=factors)
-        after_s = split_planner.step_cost_s(group, other, mix, speed_factors=factors)
+        before_s = _step_s(group, plan, mix, _rounded(factors))
+        after_s = _step_s(group, other, mix, _rounded(factors))
         everyone = np.log1p(float(view.running[g] + view.waiting[g]))
         rows.append((command, (_gain(before_s, after_s), np.log1p(health.rebuild_s), everyone, 0.0, 0.0)))
     return rows

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ SELECTABLE = 1024
 """`select` looks at no higher descriptors; it is the one call that waits less than a millisecond."""
 STUCK_S = 2.0
 RESTART_S, RESTART_MAX_S = 0.5, 30.0
+DEATH_S = 5.0  # a killed process is gone long before
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class PolicyClient:
         self._has_cores = len(os.sched_getaffinity(0)) > 1  # else the policy could not answer meanwhile
         self._keeper: asyncio.Task[None] | None = None
         self._is_closing = False
+        self._dying: set[asyncio.Future[int]] = set()
 
     async def start(self) -> None:
         """Start the process; decisions go elsewhere until it is ready. Keeps it running until `close`."""
@@ -93,6 +96,8 @@ class PolicyClient:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         self._end_process()
+        if self._dying:
+            await asyncio.wait(self._dying, timeout=DEATH_S)
 
     @property
     def oldest_unanswered_s(self) -> float:
@@ -233,11 +238,14 @@ class PolicyClient:
                 wait_s = RESTART_S
 
     def _end_process(self) -> None:
+        """Its death is waited for beside: on full cores that may take longer than a call's decision may."""
         self._drop_socket()
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
+            death = asyncio.get_running_loop().run_in_executor(None, partial(process.wait, DEATH_S))
+            self._dying.add(death)
+            death.add_done_callback(self._dying.discard)
         if self.state != "refused":
             self.state = "gone"
         self._forget_asked("the policy process is gone")

@@ -103,9 +103,11 @@ def only(client: httpx.Client, name: str) -> Iterator[None]:
     others = [other for other in GROUPS if other != name]
     for other in others:
         assert client.post(f"/admin/groups/{other}/drain", json={}).status_code == 200
-    yield
-    for other in others:
-        assert client.post(f"/admin/groups/{other}/undrain", json={}).status_code == 200
+    try:
+        yield
+    finally:
+        for other in others:
+            client.post(f"/admin/groups/{other}/undrain", json={}).raise_for_status()
 
 
 @pytest.mark.fault("K13")
@@ -185,13 +187,17 @@ def test_a_dead_or_frozen_rank_hangs_nobody(client, service, group, number, with
     text of an unbroken run, and the rank comes back."""
     whole = greedy(client)
     victim = service.ranks(group)[-1]
-    with ThreadPoolExecutor(24) as pool, only(client, group):
-        asked = [pool.submit(greedy, client) for _ in range(24 if moment != "idle" else 0)]
-        if asked:
-            until(lambda: any(state["name"] == group and state["running"] for state in service.state()), 30.0, "calls in the group")
-        os.kill(victim, number)
+    with ThreadPoolExecutor(8) as pool:
+        if moment == "idle":
+            os.kill(victim, number)
+        asked = []
+        if moment != "idle" or number == signal.SIGSTOP:
+            with only(client, group):  # until they are in it: those that it loses may go on elsewhere
+                asked = [pool.submit(greedy, client) for _ in range(8)]
+                until(lambda: any(state["name"] == group and state["running"] for state in service.state()), 30.0, "calls in the group")
+        if moment != "idle":
+            os.kill(victim, number)
         struck_s = time.monotonic()
-        asked += [pool.submit(greedy, client) for _ in range(24 if moment == "idle" and number == signal.SIGSTOP else 0)]
         news = until(lambda: [seen for seen in service.news() if seen.group == group], 60.0, "the loss in the log")
         assert news < SLOWER * within_s, f"noticed after {time.monotonic() - struck_s:.2f} s"
         assert [text.result() for text in asked] == [whole] * len(asked)
@@ -222,13 +228,10 @@ def test_a_stuck_group_stalls_nobody_else(client, service):
     wave("first")
     until(lambda: next(g for g in service.state() if g["name"] == "single")["state"] != "serving", 30.0, "it is known to be stuck")
     second = wave("second")
-    until(lambda: set(second) <= set(service.served_by()), 10.0, "records")
-    served = service.served_by()
     # two groups do what three did, while the third starts again on the same cores
     assert max(second.values()) < SLOWER * max(healthy.values()) + 1.0
-    assert (
-        len([name for name in second if served[name][1] > 1]) <= len(second) // 10
-    )  # on full cores another group may fall silent for once
+    lost = [line for line in service.log_file.read_text().splitlines() if "attempt lost call=second-" in line]
+    assert len([line for line in lost if "group=single " in line]) <= len(second) // 10  # started again, on full cores, it may lose one
 
 
 @pytest.mark.fault("K13")

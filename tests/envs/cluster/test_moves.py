@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings, strategies
 
 from envs.cluster.cluster_process import ClusterProcess
 from envs.cluster.faults import FaultEvent, FaultKind
 from envs.decision import move_prices, split_planner
-from envs.decision.move_candidates import rebalance_candidates, split_candidates
+from envs.decision.move_candidates import fallback_plan, planned_split, rebalance_candidates, split_candidates
 from envs.decision.split_planner import CORNERS
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import OutcomeKind
@@ -419,3 +420,35 @@ def test_restore_is_offered_only_after_the_stay_that_a_fall_back_lasts():
     stage.order(CommandKind.RESTORE, W.PAIR)
     assert min(process.groups.plans[W.PAIR].query_heads) > 0
     assert (stage.finish().kind == OutcomeKind.COMPLETED).all()
+
+
+@settings(deadline=None, max_examples=25)
+@given(speeds=strategies.tuples(strategies.floats(0.005, 1.2), strategies.floats(0.005, 1.2)))
+@example(speeds=(0.197, 0.038))
+def test_split_and_subset_moves_agree_on_what_is_faster(speeds):
+    """Whatever the ranks' speeds: of a group that always makes the move with the largest gain, every move is faster than the one
+    before, so that it ends. Two lists that rounded the speeds differently went to and fro for ever."""
+    stage = Stage(W.trace(np.arange(4) * 0.2, 200, 20), RouteTo(W.SOLO))
+    stage.to(0.5)
+    process = stage.process
+    group, plans = process.groups.groups[W.PAIR], list(process.groups.plans)
+    now = process.moves.declared_health()
+    factors = tuple(np.array(speeds) if g == W.PAIR else own for g, own in enumerate(now.speed_factors))
+    health = replace(now, speed_factors=factors)
+    for _ in range(2 * len(CORNERS)):
+        asked = process.view(), process.groups.groups, plans, process.tables, health
+        lists = [split_candidates(*asked), rebalance_candidates(*asked)]
+        kinds = (CommandKind.SET_SPLIT, CommandKind.FALL_BACK, CommandKind.RESTORE)
+        moves = [
+            (found.moves[i, 0], command)
+            for found in lists for i, command in enumerate(found.commands) if command.kind in kinds and command.group_index == W.PAIR
+        ]  # fmt: skip
+        gain, command = max(moves, key=lambda move: move[0], default=(0.0, None))
+        if gain <= 1e-9:
+            return
+        if command.kind is CommandKind.FALL_BACK:
+            plans[W.PAIR] = fallback_plan(group, factors[W.PAIR])
+        else:
+            corner = CORNERS[command.argument] if command.kind is CommandKind.SET_SPLIT else "planner"
+            plans[W.PAIR] = planned_split(process.view(), W.PAIR, group, corner, factors[W.PAIR])
+    pytest.fail("no end of moves that are predicted to gain")
