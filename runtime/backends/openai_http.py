@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 
 from envs.domain.commands import CommandKind
-from envs.domain.plans import SplitPlan
+from envs.domain.plans import SplitPlan, TpGroup
 from runtime.backends.event_stream import DONE, Event, EventLines, Usage, decode_event, decode_json, message_of, seconds_of
 from runtime.backends.http_client import HttpClient, HttpConnection, HttpLost, HttpRefused
 from runtime.backends.interface import (
     NOTHING,
+    Backend,
     BackendBusy,
     BackendError,
     BackendFault,
@@ -115,6 +116,12 @@ class OpenAiHttpBackend:
 
     async def set_split(self, plan: SplitPlan) -> SplitDone:
         raise MoveRefused(f"{self.name}: how a foreign server splits its model is its own business")
+
+    def why_not_join(self, donor: Backend) -> str:
+        return f"{self.name}: a foreign server's ranks are its own business"
+
+    def join(self, donor: Backend, merged: TpGroup) -> Callable[[], None]:
+        raise MoveRefused(self.why_not_join(donor))
 
     async def give_kv(self, call_id: str, after: int) -> KvPart:
         raise MoveRefused(f"{self.name}: a foreign server keeps its KV to itself")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import Request
-from envs.domain.snapshot import ClusterSnapshot
+from envs.domain.snapshot import BoolArray, ClusterSnapshot
 from runtime.backends.interface import Backend, Begun, GivenBack
 from runtime.calls import Call, Refusal
 from runtime.scheduling.attempts import Attempt, Attempts
@@ -45,7 +46,6 @@ class Placing:
     async def place(self, call: Call, request: Request, begun: Begun, failed: frozenset[int], is_new: bool) -> Attempt:
         """Ask where the call goes, and hold it until somebody takes it; is_new: it may be shed. Raises: Refusal."""
         asked_s = self._now_s()
-        hold_until_s = min(asked_s + self.settings.hold_max_s, call.deadline_s)
         keys = block_keys(call.prompt_ids)
         placed: list[Attempt] = []
 
@@ -55,6 +55,8 @@ class Placing:
 
         while True:
             fits, excluded = self._telemetry.fits(call.prompt_tokens + call.max_tokens), self._excluded(call, begun, failed)
+            is_awaited = self._is_awaited(fits, excluded)
+            hold_until_s = min(math.inf if is_awaited else asked_s + self.settings.hold_max_s, call.deadline_s)
             may_hold = self._now_s() < hold_until_s
             # a parked group is started for a queue: where there is one, that must be seen
             may_shed = is_new and not self._telemetry.is_parked.any()
@@ -70,7 +72,8 @@ class Placing:
                 raise refusal("overloaded", "more is asked than can be served in time", decided.retry_after_s)
             alive = self._groups.alive() & fits
             alive[list(excluded)] = False
-            if not alive.any() and not begun.pieces and not failed:
+            is_possible = is_awaited or bool(alive.any())
+            if not is_possible and not begun.pieces and not failed:
                 raise refusal("no_capacity", "no group can serve this now", self._door.retry_after_s())
             is_full = self._held_calls.count >= self._telemetry.cluster.limits.hold_limit
             is_refused = decided.command.kind is CommandKind.REFUSE
@@ -79,13 +82,22 @@ class Placing:
             if is_refused and (not may_hold or is_full):
                 if self._now_s() >= call.deadline_s:
                     raise refusal("deadline", "its deadline passed while it waited")
-                reason = "queue_full" if alive.any() else "no_capacity"
+                reason = "queue_full" if is_possible else "no_capacity"
                 raise refusal(reason, f"no group took it within {self.settings.hold_max_s:g} s", self._door.retry_after_s())
-            if is_refused and alive.any():
+            if is_refused and is_possible:
                 raise refusal("queue_full", "the scheduler refused it", self._door.retry_after_s())
             wait_s = max(0.0, min(hold_until_s - self._now_s(), HELD_AT_ONCE_S)) + 1e-3
             if not await self._held_calls.wait(wait_s, call.priority):
                 raise refusal("overloaded", "calls of higher priority wait in its place", self._door.retry_after_s())
+
+    def _is_awaited(self, fits: BoolArray, excluded: frozenset[int]) -> bool:
+        """Whether nobody else than a group that is just being started again could take the call: that is worth its whole deadline."""
+        returning = self._groups.is_returning
+        if not returning.any():
+            return False
+        could = fits.copy()
+        could[list(excluded)] = False
+        return bool((could & returning).any() and not (could & self._groups.alive() & ~returning).any())
 
     def go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> Attempt | None:
         """An attempt at the group that a moved call was promised; None where it takes no calls."""
