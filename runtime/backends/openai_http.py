@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from envs.domain.commands import CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
+from runtime.backends.event_stream import DONE, Event, EventLines, Usage, decode_event, decode_json, message_of, seconds_of
 from runtime.backends.http_client import HttpClient, HttpConnection, HttpLost, HttpRefused
 from runtime.backends.interface import (
     NOTHING,
@@ -43,43 +43,12 @@ CONNECT_S = 5.0
 METRICS_S = 1.0
 METRICS_DEADLINE_S = 2.0
 PROBE_DEADLINE_S = 3.0
-EVENT_BYTES_MAX = 1 << 20
 PAGE_BYTES_MAX = 4 << 20
 JSON_HEADER = "content-type: application/json\r\n"
-RETRY_AFTER_DEFAULT_S = 1.0
 OF_THE_GATEWAY = ("model", "stream", "stream_options", "n", "best_of", "prompt", "messages", "max_tokens", "max_completion_tokens", "user")
 GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "tools", "functions")
 
 
-class _Delta(msgspec.Struct):
-    content: Any = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta | None = None
-    text: Any = None
-    finish_reason: Any = None
-
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]  # what is counted here must not go down, nor beyond 64 bits
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: Count | None = None
-    completion_tokens: Count | None = None
-
-
-class _Event(msgspec.Struct):
-    """What is looked at in an event of a stream; the rest is skipped unread."""
-
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    error: Any = None
-    metrics: Any = None
-
-
-_decode = msgspec.json.Decoder().decode
-_decode_event = msgspec.json.Decoder(_Event).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -141,7 +110,7 @@ class OpenAiHttpBackend:
         try:
             async with asyncio.timeout(PROBE_DEADLINE_S):
                 status, data = await self._read(self._client, "POST", "/v1/completions", body)
-            return status == 200 and bool(_decode(data)["choices"])
+            return status == 200 and bool(decode_json(data)["choices"])
         except (OSError, TimeoutError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
@@ -217,31 +186,28 @@ class OpenAiHttpBackend:
         """What an answer other than 200 means, and for whom."""
         text = (await answer.read(2048)).decode("utf-8", "replace")
         after = answer.headers.get("retry-after")
-        message = f"{self.name}: HTTP {answer.status}: {_message_of(text)}"
+        message = f"{self.name}: HTTP {answer.status}: {message_of(text)}"
         if answer.status == 429 or (answer.status == 503 and after is not None):
-            return BackendBusy(message, _seconds_of(after))
+            return BackendBusy(message, seconds_of(after))
         if 400 <= answer.status < 500 and answer.status not in (401, 403, 408):  # a wrong key is the operator's mistake, not the caller's
-            return BadCall(_message_of(text), status=answer.status)
+            return BadCall(message_of(text), status=answer.status)
         return BackendFault(message)
 
     async def _pieces(self, answer: HttpConnection, call: Call, is_joined: bool) -> AsyncIterator[Piece]:
         """Pieces of an event stream; events that arrive together are one piece where `is_joined`. The last one waits for the usage that
         follows it. Raises: BackendFault for a broken stream."""
-        index, begun_line = 0, b""
-        usage: _Usage | None = None
+        index, events = 0, EventLines()
+        usage: Usage | None = None
         times: AnswerTimes | None = None
         last: str | None = None  # the finish reason
         texts: list[str] = []
         while chunk := await answer.read_some():
-            lines = (begun_line + chunk).split(b"\n") if begun_line else chunk.split(b"\n")
-            begun_line = lines.pop()
-            if len(begun_line) > EVENT_BYTES_MAX:
-                raise BackendFault(f"{self.name}: an event of over {EVENT_BYTES_MAX} bytes")
-            for line in lines:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
+            try:
+                found = events.feed(chunk)
+            except ValueError as error:
+                raise BackendFault(f"{self.name}: {error}") from error
+            for data in found:
+                if data == DONE:
                     yield self._ended(last, texts, index, usage, call, times)
                     return
                 event = self._event(data)
@@ -249,7 +215,7 @@ class OpenAiHttpBackend:
                 if event.metrics is not None:
                     times = times_of_metrics(event.metrics)
                 for choice in event.choices or ():
-                    text = _text_of(choice)
+                    text = choice.shown
                     if text:
                         texts.append(text)
                     if choice.finish_reason is not None:
@@ -262,9 +228,7 @@ class OpenAiHttpBackend:
                 index, texts = index + len(texts), []
         raise BackendFault(f"{self.name}: the stream was cut after {index} pieces")
 
-    def _ended(
-        self, reason: str | None, texts: list[str], index: int, usage: _Usage | None, call: Call, times: AnswerTimes | None
-    ) -> Piece:
+    def _ended(self, reason: str | None, texts: list[str], index: int, usage: Usage | None, call: Call, times: AnswerTimes | None) -> Piece:
         """The last piece, with `texts` that came in with it."""
         if reason is None:
             raise BackendFault(f"{self.name}: the stream ended without a finish reason")
@@ -274,9 +238,9 @@ class OpenAiHttpBackend:
             index + len(texts) if tokens is None else tokens, tuple(texts) if len(texts) > 1 else (), times,
         )  # fmt: skip
 
-    def _event(self, data: bytes) -> _Event:
+    def _event(self, data: bytes) -> Event:
         try:
-            event = _decode_event(data)
+            event = decode_event(data)
         except (ValueError, RecursionError) as error:  # msgspec's own errors and those of text that is no UTF-8 are ValueErrors
             raise BackendFault(f"{self.name}: an event is not what the API says ({str(error)[:200]})") from error
         if event.error is not None:
@@ -330,11 +294,6 @@ def _joined(index: int, texts: list[str]) -> Piece:
     return Piece(index, None, texts[0]) if len(texts) == 1 else Piece(index, None, "".join(texts), parts=tuple(texts))
 
 
-def _text_of(choice: _Choice) -> str:
-    found = (choice.delta.content if choice.delta is not None else None) or choice.text or ""
-    return found if isinstance(found, str) else ""
-
-
 def times_of_metrics(metrics: Any) -> AnswerTimes | None:
     """vLLM's `metrics` of an answer, where it tells them: queue, then to the first token, then to the last; None without them."""
     names = ("queue_time_ms", "time_to_first_token_ms", "generation_time_ms")
@@ -342,22 +301,3 @@ def times_of_metrics(metrics: Any) -> AnswerTimes | None:
     if not found or not all(isinstance(ms, int | float) and 0.0 <= ms < 1e9 for ms in found):
         return None
     return AnswerTimes(*(ms / 1e3 for ms in found))
-
-
-def _seconds_of(retry_after: str | None) -> float:
-    """Of a Retry-After header, finite and >= 0; the default for none, for a date and for nonsense."""
-    try:
-        after_s = float(retry_after) if retry_after is not None else RETRY_AFTER_DEFAULT_S
-    except ValueError:
-        return RETRY_AFTER_DEFAULT_S
-    return max(0.0, after_s) if math.isfinite(after_s) else RETRY_AFTER_DEFAULT_S
-
-
-def _message_of(text: str) -> str:
-    """The message of an error body, whatever its shape."""
-    try:
-        body = _decode(text.encode())
-    except (msgspec.DecodeError, RecursionError):
-        return " ".join(text.split())[:300]
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

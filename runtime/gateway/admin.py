@@ -93,7 +93,8 @@ class Admin:
 
     async def state(self, request: Request) -> Response:
         self.check(request)
-        return _json(self._administered.admin_state())
+        smaller = self._shared.smaller.told()
+        return _json(self._administered.admin_state() | ({"smaller_model": smaller} if smaller is not None else {}))
 
     async def requests(self, request: Request) -> Response:
         self.check(request)

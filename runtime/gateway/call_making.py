@@ -25,10 +25,10 @@ COMPLETION_TOKENS_DEFAULT = 16
 """The API's own default of /v1/completions."""
 FOREIGN_CHARS_PER_TOKEN = 4
 """A guess for models whose tokenizer is not ours; it only weighs a call, it refuses none."""
-OURS_TO_DO = frozenset(
-    ("n", "best_of", "stream", "stream_options", "echo", "prompt", "priority", "service_class", "service_tier", "session_id")
-)
-"""Fields that the gateway carries out, or that mean something else elsewhere: not part of what a foreign backend is sent."""
+MEANT_HERE = frozenset(("priority", "service_class", "service_tier", "session_id"))
+"""Fields that mean something to this service alone, or something else elsewhere."""
+OURS_TO_DO = MEANT_HERE | {"n", "best_of", "stream", "stream_options", "echo", "prompt"}
+"""Fields that the gateway carries out, and those above: not part of what a foreign backend is sent."""
 SERVICE_TIERS = ("auto", "default", "flex", "priority", "scale")
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.decision.circuit_breaker import CircuitBreaker, State
 from envs.decision.overload import FRESH_S
 from envs.decision.split_planner import CORNERS
 from envs.domain.commands import CommandKind
@@ -14,6 +13,7 @@ from envs.domain.requests import SERVICE_CLASSES
 from envs.domain.snapshot import ClusterSnapshot
 from envs.perf_model import memory_fit
 from runtime.backends.interface import GroupReport
+from runtime.breaker_told import breaker_told
 from runtime.scheduling.control_loop import ControlLoop
 from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.move import FOREIGN, Move
@@ -80,15 +80,6 @@ def _overload(dispatcher: Dispatcher) -> dict[str, Any]:
             {"priority": priority, "service_class": SERVICE_CLASSES[c].name, "is_tight": is_tight}
             for priority, c, is_tight in overload.levels()
         ],
-    }
-
-
-def breaker_told(breaker: CircuitBreaker, now_s: float) -> dict[str, Any]:
-    return {
-        "state": breaker.state.name.lower(),
-        "reason": breaker.reason if breaker.state is not State.CLOSED else "",
-        "next_probe_s": breaker.next_probe_s,
-        "pause_left_s": max(0.0, breaker.pause_until_s - now_s),
     }
 
 

@@ -60,7 +60,9 @@ class Placing:
             may_hold = self._now_s() < hold_until_s
             # a parked group is started for a queue: where there is one, that must be seen
             may_shed = is_new and not self._telemetry.is_parked.any()
-            question = Question(request, fits, excluded, may_hold, self._prefixes.hits(keys), call.priority if may_shed else None)
+            question = Question(
+                request, fits, excluded, may_hold, self._prefixes.hits(keys), call.priority if may_shed else None, call.notes.has_smaller
+            )
             decided = await self._scheduler.decide(question, reserve)
             if placed:
                 g = placed[0].group_index

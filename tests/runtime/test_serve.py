@@ -175,6 +175,12 @@ def test_check_explains_and_starts_nothing(tmp_path):
 
     good = check("--demonstration")
     assert good.returncode == 0 and "pair: torch_tp (2 rank(s) here, EMULATED slower x1, 2)" in good.stdout
+    smaller = tmp_path / "smaller.yaml"
+    smaller.write_text(yaml.safe_dump({"cluster": "unlike-3", "smaller_model": {"url": "http://127.0.0.1:9", "model": "small"}}))
+    nobody_there = check("--config", str(smaller))
+    assert nobody_there.returncode == 0, "the service does without it"
+    assert "smaller model: small at http://127.0.0.1:9, at most 32 calls at once" in nobody_there.stdout
+    assert "of the classes chat, batch" in nobody_there.stdout and "smaller model: cannot be reached" in nobody_there.stdout
     refused = check("--cluster", "unlike-3", "--bundle", str(tmp_path / "none"))
     assert refused.returncode == 2 and "refused" in refused.stdout
     for content, said in (
@@ -183,6 +189,7 @@ def test_check_explains_and_starts_nothing(tmp_path):
         ({"cluster": "unlike-3", "dispatch": {"hold_max": 3}}, "hold_max_s"),
         ({"cluster": "unlike-3", "groups": {"pair": {"kind": "torch_tp"}}}, "model.path"),
         ({"cluster": "unlike-3", "groups": {"pair": {"kind": "openai_http", "url": "nowhere"}}}, "http://"),
+        ({"cluster": "unlike-3", "smaller_model": {"url": "http://127.0.0.1:none", "model": "small"}}, "smaller_model.url"),
         ({}, "cluster"),
     ):
         file = tmp_path / "service.yaml"
