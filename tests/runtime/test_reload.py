@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from agents.policy_bundle import DESCRIPTION_FILE, WEIGHTS_FILE, write_bundle
+from benchmarks.drill_service import words
 from envs.decision.observation import OBSERVATION_VERSION
 from runtime.reload import Reloader, ReloadRefused
 from runtime.service_config import load_service
@@ -200,7 +201,7 @@ def test_a_signal_reloads_and_a_bad_file_is_told_in_the_log(service):
 
 
 def policies(service: Service) -> list[int]:
-    return [pid for pid in service.children() if "policy_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [pid for pid in service.children() if any("policy_process" in word for word in words(pid))]
 
 
 def replace_files(folder: Path, bias: float) -> None:

@@ -77,12 +77,13 @@ def test_what_cannot_go_on_exactly_ends_in_an_error():
     async def body(service):
         for backend in service.backends:
             backend.server.fault = lambda request, index: "die" if index == 5 else None
+            backend.server.gap_s = 0.05  # what is unread when a connection is reset is gone, and with it the reason to refuse
         asked = replace(ask(), sampling=SamplingSettings(temperature=1.0))
         pieces = []
         with pytest.raises(Refusal) as refusal:
             async for piece in service.run(asked):
                 pieces.append(piece)
-        assert refusal.value.reason == "stream_lost" and sum(piece.tokens for piece in pieces) == 5
+        assert refusal.value.reason == "stream_lost" and 1 <= sum(piece.tokens for piece in pieces) <= 5
 
     with_backends(2, body)
 
