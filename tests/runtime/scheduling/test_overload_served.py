@@ -40,7 +40,7 @@ def test_a_held_call_gives_its_place_to_a_higher_one():
     """One place among the held: batch waits in it until code comes, and is told that it was shed."""
 
     async def body(service):
-        pause = partial(service.panel.breakers[0].record_backpressure, 0.3)  # longer, and it would be shed for want of time
+        pause = partial(service.panel.breakers[0].record_backpressure, 0.2)  # longer, and it would be shed for want of time
         pause()
         low = asyncio.create_task(collect(service, call(class_index=BATCH, priority=0)))
         while not service.held_calls.count:
