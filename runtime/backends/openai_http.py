@@ -12,12 +12,13 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from envs.domain.commands import CommandKind
 from envs.domain.plans import SplitPlan
+from runtime.backends.event_stream import BadEvent, EventReader, Usage
 from runtime.backends.http_client import HttpClient, HttpConnection, HttpLost, HttpRefused
 from runtime.backends.interface import (
     NOTHING,
@@ -42,43 +43,19 @@ CONNECT_S = 5.0
 METRICS_S = 1.0
 METRICS_DEADLINE_S = 2.0
 PROBE_DEADLINE_S = 3.0
-EVENT_BYTES_MAX = 1 << 20
 PAGE_BYTES_MAX = 4 << 20
 JSON_HEADER = "content-type: application/json\r\n"
 RETRY_AFTER_DEFAULT_S = 1.0
+TOKEN_CHARS_MAX = 512
+"""More than any token of a real vocabulary has. A server that goes on for ever would fill the memory of an answer that is not streamed."""
+FIRST = (0, None)
 OF_THE_GATEWAY = ("model", "stream", "stream_options", "n", "best_of", "prompt", "messages", "max_tokens", "max_completion_tokens", "user")
+OF_THE_OPERATOR = (401, 403, 404, 405, 408)
+"""A wrong key, a model that is not there, a path that is not: nothing of these is the caller's, who is served elsewhere."""
 GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "tools", "functions")
 
 
-class _Delta(msgspec.Struct):
-    content: Any = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta | None = None
-    text: Any = None
-    finish_reason: Any = None
-
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]  # what is counted here must not go down, nor beyond 64 bits
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: Count | None = None
-    completion_tokens: Count | None = None
-
-
-class _Event(msgspec.Struct):
-    """What is looked at in an event of a stream; the rest is skipped unread."""
-
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    error: Any = None
-    metrics: Any = None
-
-
 _decode = msgspec.json.Decoder().decode
-_decode_event = msgspec.json.Decoder(_Event).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -192,7 +169,7 @@ class OpenAiHttpBackend:
         except HttpRefused as error:
             self._refused_running += 1
             raise BackendFault(f"{self.name}: connection refused") from error
-        except HttpLost as error:
+        except (HttpLost, BadEvent) as error:
             raise BackendFault(f"{self.name}: {error}") from error
 
     def _body(self, call: Call) -> dict[str, Any]:
@@ -213,51 +190,49 @@ class OpenAiHttpBackend:
         message = f"{self.name}: HTTP {answer.status}: {_message_of(text)}"
         if answer.status == 429 or (answer.status == 503 and after is not None):
             return BackendBusy(message, _seconds_of(after))
-        if 400 <= answer.status < 500 and answer.status not in (401, 403, 408):  # a wrong key is the operator's mistake, not the caller's
+        if 400 <= answer.status < 500 and answer.status not in OF_THE_OPERATOR:
             return BadCall(_message_of(text), status=answer.status)
         return BackendFault(message)
 
     async def _pieces(self, answer: HttpConnection, call: Call, is_joined: bool) -> AsyncIterator[Piece]:
         """Pieces of an event stream; events that arrive together are one piece where `is_joined`. The last one waits for the usage that
         follows it. Raises: BackendFault for a broken stream."""
-        index, begun_line = 0, b""
-        usage: _Usage | None = None
+        reader, index, chars_left = EventReader(), 0, call.max_tokens * TOKEN_CHARS_MAX
+        usage: Usage | None = None
         times: AnswerTimes | None = None
         last: str | None = None  # the finish reason
         texts: list[str] = []
         while chunk := await answer.read_some():
-            lines = (begun_line + chunk).split(b"\n") if begun_line else chunk.split(b"\n")
-            begun_line = lines.pop()
-            if len(begun_line) > EVENT_BYTES_MAX:
-                raise BackendFault(f"{self.name}: an event of over {EVENT_BYTES_MAX} bytes")
-            for line in lines:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
+            for event in reader.take(chunk):
+                if event is None:
                     yield self._ended(last, texts, index, usage, call, times)
                     return
-                event = self._event(data)
                 usage = event.usage or usage
                 if event.metrics is not None:
                     times = times_of_metrics(event.metrics)
                 for choice in event.choices or ():
-                    text = _text_of(choice)
+                    if choice.index not in FIRST:
+                        continue  # nobody asked for a second one
+                    text = choice.said()
                     if text:
                         texts.append(text)
-                    if choice.finish_reason is not None:
+                        chars_left -= len(text)
+                    if choice.finish_reason:
                         last = str(choice.finish_reason)
                 if texts and last is None and not is_joined:
                     yield _joined(index, texts)
                     index, texts = index + len(texts), []
+            if chars_left < 0:
+                raise BackendFault(f"{self.name}: more text than max_tokens={call.max_tokens} can be")
             if texts and last is None:
                 yield _joined(index, texts)
                 index, texts = index + len(texts), []
-        raise BackendFault(f"{self.name}: the stream was cut after {index} pieces")
+        reader.end()
+        if last is None:
+            raise BackendFault(f"{self.name}: the stream was cut after {index} pieces")
+        yield self._ended(last, texts, index, usage, call, times)  # some servers end without a word
 
-    def _ended(
-        self, reason: str | None, texts: list[str], index: int, usage: _Usage | None, call: Call, times: AnswerTimes | None
-    ) -> Piece:
+    def _ended(self, reason: str | None, texts: list[str], index: int, usage: Usage | None, call: Call, times: AnswerTimes | None) -> Piece:
         """The last piece, with `texts` that came in with it."""
         if reason is None:
             raise BackendFault(f"{self.name}: the stream ended without a finish reason")
@@ -266,15 +241,6 @@ class OpenAiHttpBackend:
             index, None, "".join(texts), None, reason, call.prompt_tokens if prompt_tokens is None else prompt_tokens,
             index + len(texts) if tokens is None else tokens, tuple(texts) if len(texts) > 1 else (), times,
         )  # fmt: skip
-
-    def _event(self, data: bytes) -> _Event:
-        try:
-            event = _decode_event(data)
-        except (ValueError, RecursionError) as error:  # msgspec's own errors and those of text that is no UTF-8 are ValueErrors
-            raise BackendFault(f"{self.name}: an event is not what the API says ({str(error)[:200]})") from error
-        if event.error is not None:
-            raise BackendFault(f"{self.name}: error event: {str(event.error)[:200]}")
-        return event
 
     async def _poll_for_ever(self) -> None:
         """Read /metrics where there is such a page. Each poll has a deadline; none waits for another."""
@@ -321,11 +287,6 @@ class _Skip:
 
 def _joined(index: int, texts: list[str]) -> Piece:
     return Piece(index, None, texts[0]) if len(texts) == 1 else Piece(index, None, "".join(texts), parts=tuple(texts))
-
-
-def _text_of(choice: _Choice) -> str:
-    found = (choice.delta.content if choice.delta is not None else None) or choice.text or ""
-    return found if isinstance(found, str) else ""
 
 
 def times_of_metrics(metrics: Any) -> AnswerTimes | None:

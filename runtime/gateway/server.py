@@ -186,8 +186,8 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """A request's head without its wish for another protocol, which a server may overlook (RFC 9110, 7.8). The parser would take what follows
-    for that protocol, and the body would be lost: some clients (Java's) ask for HTTP/2 with every request."""
+    """A request's head without its wish for another protocol, which a server may overlook (RFC 9110, 7.8). The parser would take what
+    follows for that protocol, and the body would be lost: some clients (Java's) ask for HTTP/2 with every request."""
     end = data.find(b"\r\n\r\n")
     wish = UPGRADE_HEADER.search(data, 0, len(data) if end < 0 else end + 2)
     return data if wish is None else data[: wish.start()] + IGNORED_HEADER + data[wish.end() :]
