@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from envs.decision.circuit_breaker import State
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import Request
 from envs.domain.snapshot import ClusterSnapshot
@@ -66,7 +67,7 @@ class Placing:
                 return placed[0]
             if decided.cause == OVERLOADED:
                 raise refusal("overloaded", "more is asked than can be served in time", decided.retry_after_s)
-            alive = self._groups.alive() & fits
+            alive = self._groups.open_to_new() & fits
             alive[list(excluded)] = False
             if not alive.any() and not begun.pieces and not failed:
                 raise refusal("no_capacity", "no group can serve this now", self._door.retry_after_s())
@@ -77,7 +78,7 @@ class Placing:
             if is_refused and (not may_hold or is_full):
                 if self._now_s() >= call.deadline_s:
                     raise refusal("deadline", "its deadline passed while it waited")
-                reason = "queue_full" if alive.any() else "no_capacity"
+                reason = "queue_full" if (alive & (self._view().breaker_state == State.CLOSED)).any() else "no_capacity"
                 raise refusal(reason, f"no group took it within {self.settings.hold_max_s:g} s", self._door.retry_after_s())
             if is_refused and alive.any():
                 raise refusal("queue_full", "the scheduler refused it", self._door.retry_after_s())

@@ -337,6 +337,24 @@ def test_attempts_are_bounded():
     play(backends, body, DispatchSettings(attempts_max=3))
 
 
+def test_ejected_groups_are_no_full_ones():
+    """503 while all groups fail, from the first call to those that find them ejected: 429 would say that it is the caller who asks too much."""
+    backends = groups(2)
+    for backend in backends:
+        backend.fault, backend.makes_tokens = (lambda asked, index: "die"), False
+
+    async def body(service):
+        reasons = Counter()
+        for _ in range(12):
+            with pytest.raises(Refusal) as refused:
+                await collect(service, call())
+            assert refused.value.status == 503
+            reasons[refused.value.reason] += 1
+        assert reasons["no_capacity"] and set(reasons) == {"attempts_spent", "no_capacity"}
+
+    play(backends, body, DispatchSettings(hold_max_s=0.1, retry_wait_s=0.1))
+
+
 def test_a_full_hold_queue_refuses_with_429():
     """One group whose queue takes 32 beside the 16 that run; what comes beyond is held, and refused when it may wait no longer."""
     backends = groups(1)
