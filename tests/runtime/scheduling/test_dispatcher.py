@@ -338,7 +338,7 @@ def test_attempts_are_bounded():
 
 
 def test_ejected_groups_are_no_full_ones():
-    """503 while all groups fail, from the first call to those that find them ejected: 429 would say that it is the caller who asks too much."""
+    """503 while all groups fail, for those that find them ejected too: 429 would say that the caller asks too much."""
     backends = groups(2)
     for backend in backends:
         backend.fault, backend.makes_tokens = (lambda asked, index: "die"), False
