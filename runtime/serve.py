@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import uvicorn
 import uvloop
 
 from agents.policy_bundle import BundleError, load_bundle
@@ -33,6 +34,8 @@ from runtime.tracing.tracer import Tracer
 
 DEMONSTRATION = Path(__file__).with_name("demonstration") / "service.yaml"
 KERNELS_QUIET_S = 2.0
+LAST_WORDS_S = 2.0
+"""What the requests that are cut off at the end get to tell their callers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,6 +162,7 @@ async def serve(config: ServiceConfig, read_again: Callable[[], ServiceConfig]) 
         await server.serve(sockets=[listening])
         if server.force_exit:  # uvicorn then leaves this out, and the loop's end would cancel it with a traceback
             await server.lifespan.shutdown()
+        await _end_requests(server)
     finally:
         starting.cancel()
         await asyncio.wait([starting])
@@ -168,6 +172,17 @@ async def serve(config: ServiceConfig, read_again: Callable[[], ServiceConfig]) 
     if not starting.cancelled():
         starting.result()
     return 0
+
+
+async def _end_requests(server: uvicorn.Server) -> None:
+    """Requests that outlasted the server's patience, which has cancelled them, or that an impatient operator cuts off: each tells its
+    caller, as an error or as a stream's last event."""
+    tasks = set(server.server_state.tasks)
+    if server.force_exit:
+        for task in tasks:
+            task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=LAST_WORDS_S)
 
 
 async def _reload_quietly(reloader: Reloader) -> None:

@@ -229,6 +229,33 @@ CLUSTER = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("signals", [1, 2])
+def test_who_is_cut_off_at_the_end_is_told(tmp_path, kernels, signals):
+    """Longer than `drain_s`, or told to stop twice: a stream ends in an error event, any other answer is the error; nothing is logged as
+    a failure of ours."""
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump({"cluster": "unlike-3", "drain_s": 1 if signals == 1 else 60}))
+    running = Running("--config", str(file))
+    asked = {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            events = running.stream("/v1/completions", asked)
+            assert next(events)["choices"][0]["text"]
+            plain = pool.submit(running.post, "/v1/completions", asked)
+            while json.loads(running.get("/admin/state")[1])["service"]["in_flight"] < 2:
+                time.sleep(0.02)
+            for _ in range(signals):
+                running.process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+            seen = list(events)
+            assert seen[-1] == "[DONE]" and seen[-2]["error"]["code"] == "draining"
+            status, body, _ = plain.result(timeout=20.0)
+            assert (status, body["error"]["code"]) == (503, "draining")
+    finally:
+        assert running.stop() == 0
+    assert not any("Traceback" in line for line in running.lines)
+
+
 @pytest.fixture(scope="module")
 def ranks_file(dreams, tmp_path_factory, kernels):
     """The small checkpoint on a slow pair and a slow single rank: about 10 ms a token."""
