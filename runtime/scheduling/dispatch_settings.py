@@ -18,7 +18,7 @@ class DispatchSettings:
 
     in_flight_max: calls inside, held ones included. hold_max_s: longest wait for a group to take a call. attempts_max: of one call;
     attempts_by_class: of the classes named in it instead.
-    retry_wait_s: how long a retry waits for the budget. first_token_floor_s, first_token_multiple: an attempt without a first token is
+    retry_wait_s: how long a retry waits for the budget, and at least how long a begun answer waits for a group. first_token_floor_s, first_token_multiple: an attempt without a first token is
     given up after max(floor, multiple x predicted), silence_multiple, silence_slack_s: a started stream after multiple x its group's
     median gap + slack; both only after silence_alone_s where no other group could take the call and its own reports that it has it in
     hand. report_period_s: how often groups are asked for their reports. ready_within_s: a token so young proves that tokens can be made,

@@ -46,7 +46,9 @@ class Placing:
     async def place(self, call: Call, request: Request, begun: Begun, failed: frozenset[int], is_new: bool) -> Attempt:
         """Ask where the call goes, and hold it until somebody takes it; is_new: it may be shed. Raises: Refusal."""
         asked_s = self._now_s()
-        hold_until_s = min(asked_s + self.settings.hold_max_s, call.deadline_s)
+        # a caller that has half an answer cannot ask again for the rest: it waits as long as for the retry budget
+        patience_s = max(self.settings.hold_max_s, self.settings.retry_wait_s) if begun.pieces else self.settings.hold_max_s
+        hold_until_s = min(asked_s + patience_s, call.deadline_s)
         keys = block_keys(call.prompt_ids)
         placed: list[Attempt] = []
 
@@ -79,7 +81,7 @@ class Placing:
                 if self._now_s() >= call.deadline_s:
                     raise refusal("deadline", "its deadline passed while it waited")
                 reason = "queue_full" if (alive & (self._view().breaker_state == State.CLOSED)).any() else "no_capacity"
-                raise refusal(reason, f"no group took it within {self.settings.hold_max_s:g} s", self._door.retry_after_s())
+                raise refusal(reason, f"no group took it within {patience_s:g} s", self._door.retry_after_s())
             if is_refused and alive.any():
                 raise refusal("queue_full", "the scheduler refused it", self._door.retry_after_s())
             wait_s = max(0.0, min(hold_until_s - self._now_s(), HELD_AT_ONCE_S)) + 1e-3
