@@ -183,12 +183,34 @@ def test_check_explains_and_starts_nothing(tmp_path):
         ({"cluster": "unlike-3", "dispatch": {"hold_max": 3}}, "hold_max_s"),
         ({"cluster": "unlike-3", "groups": {"pair": {"kind": "torch_tp"}}}, "model.path"),
         ({"cluster": "unlike-3", "groups": {"pair": {"kind": "openai_http", "url": "nowhere"}}}, "http://"),
+        ({"cluster": "unlike-3", "dispatch": {"hold_max_s": float("nan")}}, "hold_max_s"),
         ({}, "cluster"),
     ):
         file = tmp_path / "service.yaml"
         file.write_text(yaml.safe_dump(content))
         bad = check("--config", str(file))
         assert bad.returncode == 2 and said in bad.stderr and bad.stderr.count("\n") == 1, bad.stderr
+
+    for arguments in (("--port", "65536"), ("--port", "-1"), ("--host", ""), ("--bundle", ""), ("--demonstration", "--config", str(file))):
+        bad = check("--cluster", "unlike-3", *arguments)
+        assert bad.returncode == 2 and bad.stderr.count("\n") == 1, bad.stderr
+    for folder in ("/dev/null/records", str(file)):
+        refused = check("--cluster", "unlike-3", "--record-dir", folder)
+        assert refused.returncode == 2 and "refused" in refused.stdout
+
+
+@pytest.mark.parametrize("closing", ["| exec 3<&-", ">&- 2>&- <&-"])
+def test_nobody_need_listen_to_what_it_says(closing):
+    """As in `python -m runtime serve | head -1`, or by a starter that closes everything."""
+    command = f"{{ {sys.executable} -m runtime serve --cluster unlike-3 --check {closing}; echo ${{PIPESTATUS[0]}} >&4; }} 4>&1"
+    done = subprocess.run(["bash", "-c", command], cwd=PROJECT, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "0" and not done.stderr
+
+
+def test_an_address_is_told_as_a_url_has_it():
+    assert [serve_module.reachable(host) for host in ("127.0.0.1", "0.0.0.0", "::1", "::", "localhost")] == [
+        "127.0.0.1", "127.0.0.1", "[::1]", "[::1]", "localhost",
+    ]  # fmt: skip
 
 
 def test_a_service_that_cannot_start_ends_and_says_why(monkeypatch):
