@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from runtime.calibration_files import Calibration
     from runtime.torch_tp.config import ModelConfig
     from runtime.torch_tp.supervisor import RankSettings
+
+
+CALIBRATE_BOUNDS = {"ranks": (1, 256), "repeats": (1, 10_000), "budget-s": (0.1, 1e6), "slots": (1, 4096), "context": (16, 1 << 20)}
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -62,8 +67,6 @@ def rank_settings(options: argparse.Namespace) -> list[RankSettings]:
     """Raises: ValueError where a list is neither of length one nor of one entry per rank."""
     from runtime.torch_tp.supervisor import RankSettings
 
-    if options.ranks < 1:
-        raise ValueError(f"--ranks {options.ranks}: at least 1")
     devices = _per_rank("--devices", options.devices, options.ranks)
     try:
         factors = [float(text) for text in _per_rank("--slow-factors", options.slow_factors, options.ranks)]
@@ -71,6 +74,24 @@ def rank_settings(options: argparse.Namespace) -> list[RankSettings]:
         raise ValueError(f"--slow-factors {options.slow_factors!r}: {error}") from None
     # speeds alike, whatever the factors: the split is even, so that every rank shows what it can do with the same work
     return [RankSettings(device=device, slow_factor=factor) for device, factor in zip(devices, factors, strict=True)]
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """Raises: ValueError for a flag out of bounds, before anything is started."""
+    for flag, (least, most) in CALIBRATE_BOUNDS.items():
+        value = getattr(options, flag.replace("-", "_"))
+        if not least <= value <= most:
+            raise ValueError(f"--{flag} {value}: must be within {least:g} to {most:g}")
+    if not re.fullmatch(r"[\w.-]+", options.name) or options.name.startswith("."):
+        raise ValueError(f"--name {options.name!r}: letters, digits, dots, dashes; it becomes the beginning of file names")
+
+
+def _make_folder(folder: Path) -> None:
+    """Before minutes of measuring, whose end would find no place. Raises: ValueError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--out {str(folder)!r}: {error}") from error
 
 
 def _per_rank(flag: str, text: str, ranks: int) -> list[str]:
@@ -110,12 +131,22 @@ def run_calibration(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    _open_standard_descriptors()
     options = build_parser().parse_args(arguments)
     if options.command == "serve":
         return serve(options)
     if options.command == "rollout":
         return rollout(options)
     return calibrate(options)
+
+
+def _open_standard_descriptors() -> None:
+    """Where they were closed for us, the next file or socket would get their numbers, and what is meant for stderr."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
 
 
 def calibrate(options: argparse.Namespace) -> int:
@@ -126,9 +157,11 @@ def calibrate(options: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     try:
+        _check_flags(options)
         ranks = rank_settings(options)
         folder = model_folder(options.model)
         config = read_config(folder)
+        _make_folder(options.out)
     except (CheckpointError, ValueError) as error:
         print(f"python -m runtime: {error}", file=sys.stderr)
         return 2

@@ -6,12 +6,14 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import uvicorn
 import uvloop
 
 from agents.policy_bundle import BundleError, load_bundle
@@ -34,6 +36,8 @@ from runtime.tracing.tracer import Tracer
 
 DEMONSTRATION = Path(__file__).with_name("demonstration") / "service.yaml"
 KERNELS_QUIET_S = 2.0
+LAST_WORDS_S = 2.0
+"""What the requests that are cut off at the end get to tell their callers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read(options: argparse.Namespace) -> ServiceConfig:
     """Raises: ScenarioError in one line."""
+    for name in ("cluster", "bundle", "split_bundle", "rebalance_bundle", "host", "record_dir"):
+        if getattr(options, name) == "":
+            raise ScenarioError(f"--{name.replace('_', '-')}: empty; leave it out for what the service file says")
+    if options.demonstration and options.config is not None:
+        raise ScenarioError("give --demonstration or --config, not both")
     config = DEMONSTRATION if options.demonstration else options.config
     if config is None and options.cluster is None:
         raise ScenarioError("give --cluster FILE, --config FILE or --demonstration")
@@ -88,12 +97,21 @@ def explain(config: ServiceConfig) -> tuple[str, bool]:
         lines.append(f"smaller model: {where}; takes what would be refused under pressure of the classes {', '.join(smaller.classes)}")
     if config.tracing is not None:
         lines.append(f"traces: to {config.tracing.url}, share {config.tracing.share:g} of requests that bring no trace of their own")
-    if config.records.dir is not None:
-        lines.append(f"records: {config.records.dir}{', with prompts' if config.records.prompt_ids else ''}")
-    if config.rollout.dir is not None:
-        lines.append(f"rollouts: {config.rollout.dir}")
+    for name, folder in (("records", config.records.dir), ("rollouts", config.rollout.dir)):
+        if folder is not None:
+            problem = _folder_problem(Path(folder))
+            fits &= not problem
+            with_prompts = ", with prompts" if name == "records" and config.records.prompt_ids else ""
+            lines.append(f"{name}: {folder}{with_prompts}{problem}")
     lines.append(f"listens on {config.host}:{config.port}; {'API keys' if config.gateway.api_keys else 'no API keys'}")
     return "\n".join(lines), fits
+
+
+def _folder_problem(folder: Path) -> str:
+    """Why nothing could be written there; "" where it could, or the folder could be made."""
+    nearest = next((place for place in (folder, *folder.absolute().parents) if os.path.lexists(place)), Path("/"))
+    is_good = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    return "" if is_good else f" refused: {nearest} is no folder that can be written to"
 
 
 def _explain_policy(config: ServiceConfig, decision: Decision, heuristic: str) -> tuple[str, bool]:
@@ -165,6 +183,7 @@ async def serve(config: ServiceConfig, read_again: Callable[[], ServiceConfig]) 
         await server.serve(sockets=[listening])
         if server.force_exit:  # uvicorn then leaves this out, and the loop's end would cancel it with a traceback
             await server.lifespan.shutdown()
+        await _end_requests(server)
     finally:
         starting.cancel()
         await asyncio.wait([starting])
@@ -176,6 +195,17 @@ async def serve(config: ServiceConfig, read_again: Callable[[], ServiceConfig]) 
     return 0
 
 
+async def _end_requests(server: uvicorn.Server) -> None:
+    """Requests that outlasted the server's patience, which has cancelled them, or that an impatient operator cuts off: each tells its
+    caller, as an error or as a stream's last event."""
+    tasks = set(server.server_state.tasks)
+    if server.force_exit:
+        for task in tasks:
+            task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=LAST_WORDS_S)
+
+
 async def _reload_quietly(reloader: Reloader) -> None:
     """By signal there is nobody to be told but the log, which the reloader tells."""
     with contextlib.suppress(ReloadRefused):
@@ -183,8 +213,9 @@ async def _reload_quietly(reloader: Reloader) -> None:
 
 
 def reachable(host: str) -> str:
-    """An address at which a server that listens on `host` is found from this machine."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    """An address at which a server that listens on `host` is found from this machine, as a URL has it."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 async def _announce(service: Service, config: ServiceConfig, port: int) -> None:
@@ -192,10 +223,19 @@ async def _announce(service: Service, config: ServiceConfig, port: int) -> None:
     process_memory.give_back()
     host = reachable(config.host)
     if any(backend.is_emulation for backend in service.dispatcher.backends):
-        print("EMULATION: some groups play slower devices, or none at all; their times and texts are not those of real ones.", flush=True)
+        _say("EMULATION: some groups play slower devices, or none at all; their times and texts are not those of real ones.")
     body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "stream": true}}'
-    print(f"ready on http://{host}:{port}; try:", flush=True)
-    print(f"  curl -N http://{host}:{port}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", flush=True)
+    _say(f"ready on http://{host}:{port}; try:")
+    _say(f"  curl -N http://{host}:{port}/v1/chat/completions -H 'content-type: application/json' -d '{body}'")
+
+
+def _say(text: str) -> None:
+    """On stdout, while anybody reads it: a service must not end with the pager, or with the disk, that its words went to."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
@@ -221,7 +261,7 @@ def main(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"python -m runtime serve: {error}", file=sys.stderr)
         return 2
-    print(text, flush=True)
+    _say(text)
     if options.check:
         if config.smaller_model is not None and (why := asyncio.run(why_unreachable(config.smaller_model))):
             print(f"smaller model: {why}; until it can, those calls are refused", flush=True)
@@ -231,7 +271,7 @@ def main(options: argparse.Namespace) -> int:
     except (ScenarioError, RolloutError) as error:
         print(f"python -m runtime serve: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a host that no name server could be asked for
         print(f"python -m runtime serve: {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from envs.decision.actions import Decision
 from envs.domain.suggestions import unknown_name
 from envs.scenario.cluster_file import load_cluster
 from envs.scenario.cluster_spec import ClusterSpec
-from envs.scenario.scenario_error import ScenarioError
+from envs.scenario.scenario_error import ScenarioError, shown
 from envs.scenario.validation import validate
 from envs.scenario.yaml_text import FileKind, read_yaml
 from runtime.gateway.settings import GatewaySettings
@@ -26,6 +26,7 @@ from runtime.scheduling.control_settings import ControlSettings
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.tracing.tracer import DEFAULT_ENDPOINT, TracingSettings
 
+PORT_MAX = 65_535
 SERVICE_FILE = FileKind(
     "give the path of a service file (docs/service.md)", "runtime/demonstration/service.yaml is an example", "cluster, groups, scheduler"
 )
@@ -124,8 +125,8 @@ class ServiceEntry(Entry):
     api_keys_env: str | None = None
     records: RecordEntry = RecordEntry()
     rollout: RolloutEntry = RolloutEntry()
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)
+    host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
+    port: int = Field(default=8000, ge=0, le=PORT_MAX)
     drain_s: int = Field(default=30, ge=0, le=3600)
     tracing: TracingEntry | None = None
     smaller_model: SmallerModelEntry | None = None
@@ -174,17 +175,20 @@ def load_service(config: Path | None, cluster: str | None = None, bundle: str | 
     if any(group.kind == "torch_tp" for group in groups) and entry.model.path is None:
         raise ScenarioError(f"{source}: model.path: missing; groups of kind torch_tp need a model directory, .gguf file or known name")
     dispatch = _settings(source, "dispatch", DispatchSettings, {"heuristic": entry.scheduler.heuristic} | entry.dispatch)
-    keys = tuple(key for key in os.environ.get(entry.api_keys_env, "").split(",") if key) if entry.api_keys_env else ()
-    if entry.api_keys_env and not keys:
-        raise ScenarioError(f"{source}: api_keys_env: the environment has no {entry.api_keys_env}")
+    keys = tuple(key for key in os.environ.get(entry.api_keys_env or "", "").split(",") if key)
+    if entry.api_keys_env is not None and not keys:
+        raise ScenarioError(f"{source}: api_keys_env: the environment has no {shown(entry.api_keys_env)}")
     gateway = _settings(source, "gateway", GatewaySettings, {"api_keys": keys} | entry.gateway)
+    port = entry.port if overrides.get("port") is None else overrides["port"]
+    if not 0 <= port <= PORT_MAX:
+        raise ScenarioError(f"{source}: port: {port} must be within 0 to {PORT_MAX}")
     records = entry.records.model_copy(update={"dir": overrides.get("record_dir") or _folder(config, entry.records.dir)})
     in_place = {"dir": _folder(config, entry.rollout.dir), "evidence_key_file": _folder(config, entry.rollout.evidence_key_file)}
     rollout = entry.rollout.model_copy(update=in_place)
     return ServiceConfig(
         spec, bundle or _beside(config, entry.bundle), entry.model.name or spec.model.name, _model_path(config, entry.model.path), groups,
         entry.scheduler, dispatch, gateway, records, rollout, overrides.get("host") or entry.host,
-        entry.port if overrides.get("port") is None else overrides["port"], entry.drain_s,
+        port, entry.drain_s,
         _settings(source, "control", ControlSettings, entry.control),
         overrides.get("split_bundle") or _beside(config, entry.split_bundle),
         overrides.get("rebalance_bundle") or _beside(config, entry.rebalance_bundle),
@@ -207,8 +211,10 @@ def _smaller_model(source: str, entry: SmallerModelEntry | None) -> SmallerModel
         return None
     _check_url(f"{source}: smaller_model.url", entry.url)
     key = os.environ.get(entry.api_key_env, "") if entry.api_key_env else ""
-    if entry.api_key_env and not key:
-        raise ScenarioError(f"{source}: smaller_model.api_key_env: the environment has no {entry.api_key_env}")
+    if entry.api_key_env and not _is_key(key):
+        raise ScenarioError(
+            f"{source}: smaller_model.api_key_env: the environment has no {shown(entry.api_key_env)} with a key of printable ASCII"
+        )
     given = entry.model_dump(exclude={"api_key_env", "classes"})
     try:
         return SmallerModelSettings(**given, classes=tuple(entry.classes), api_key=key)
@@ -218,14 +224,8 @@ def _smaller_model(source: str, entry: SmallerModelEntry | None) -> SmallerModel
 
 def _check_url(key: str, url: str | None) -> None:
     """Raises: ScenarioError for what is no address of an HTTP server."""
-    text = url or ""
-    try:
-        parts = urlsplit(text)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # a port that is no number
-        is_good = False
-    if not (is_good and text.isascii() and text.isprintable() and " " not in text):
-        raise ScenarioError(f"{key}: {url!r} must begin with http:// or https://, then HOST or HOST:PORT")
+    if problem := _url_problem(url or ""):
+        raise ScenarioError(f"{key}: {shown(url)} {problem}")
 
 
 def _beside(config: Path | None, name: str | None) -> str | None:
@@ -233,7 +233,10 @@ def _beside(config: Path | None, name: str | None) -> str | None:
     if name is None or config is None:
         return name
     near = config.parent / name
-    return str(near) if near.exists() else name
+    try:
+        return str(near) if near.exists() else name
+    except OSError as error:
+        raise ScenarioError(f"{config}: {shown(name)}: {error.strerror}; give a path") from error
 
 
 def _folder(config: Path | None, name: str | None) -> str | None:
@@ -263,8 +266,36 @@ def _groups(source: str, entry: ServiceEntry, spec: ClusterSpec) -> tuple[GroupE
             raise ScenarioError(f"{source}: groups.{group.name}.ranks: only for kind torch_tp")
         if chosen.kind == "openai_http":
             _check_url(f"{source}: groups.{group.name}.url", chosen.url)
+        where = f"{source}: groups.{group.name}"
+        for name in ("url", "remote_model", "api_key_env"):
+            if chosen.kind != "openai_http" and getattr(chosen, name) is not None:
+                raise ScenarioError(f"{where}.{name}: only for kind openai_http")
+        if chosen.api_key_env is not None and not _is_key(os.environ.get(chosen.api_key_env, "")):
+            raise ScenarioError(f"{where}.api_key_env: the environment has no {shown(chosen.api_key_env)} with a key of printable ASCII")
         groups.append(chosen)
     return tuple(groups)
+
+
+def _is_key(text: str) -> bool:
+    """Whether it can stand in a header, where anything else would begin another one."""
+    return bool(text) and text.isascii() and text.isprintable()
+
+
+def _url_problem(url: str) -> str:
+    """Why no server can be asked at `url`; "" where one can."""
+    if not url.startswith(("http://", "https://")):
+        return "must begin with http:// or https://, then HOST or HOST:PORT"
+    if not url.isascii() or not url.isprintable() or " " in url:
+        return "must be printable ASCII without spaces"
+    try:
+        parts = urlsplit(url)
+        return (
+            ""
+            if parts.hostname and parts.port != 0 and not parts.query and not parts.fragment
+            else "must be http://HOST:PORT or http://HOST:PORT/PATH"
+        )
+    except ValueError as error:  # of a port or an address
+        return f"cannot be used: {error}"
 
 
 def _settings(source: str, key: str, kind: Any, given: Mapping[str, Any]) -> Any:
@@ -278,9 +309,10 @@ def _settings(source: str, key: str, kind: Any, given: Mapping[str, Any]) -> Any
     for name, value in values.items():
         wanted = getattr(default, name)
         is_number = isinstance(wanted, int | float) and not isinstance(wanted, bool)
-        fits = isinstance(value, int | float) and not isinstance(value, bool) if is_number else isinstance(value, type(wanted))
-        if not fits:
-            raise ScenarioError(f"{source}: {key}.{name}: {value!r} must be a {'number' if is_number else type(wanted).__name__}")
+        of = (int,) if type(wanted) is int else (int, float) if is_number else (type(wanted),)
+        if not isinstance(value, of) or (is_number and isinstance(value, bool)):
+            called = "whole number" if type(wanted) is int else "number" if is_number else type(wanted).__name__
+            raise ScenarioError(f"{source}: {key}.{name}: {shown(value)} must be a {called}")
     try:
         return kind(**values)
     except ValueError as error:

@@ -5,6 +5,7 @@ The file's rows are described in `entries.py` and docs/clusters.md.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ def cluster_path(path_or_name: str | Path) -> Path:
     if isinstance(path_or_name, str) and not re.search(r"[/\\]|\.ya?ml$", path_or_name):
         if path_or_name in ready_clusters():
             return FOLDER / f"{path_or_name}.yaml"
-        if "\0" in path_or_name or not Path(path_or_name).exists():
+        if "\0" in path_or_name or not os.path.exists(path_or_name):  # which says no to a name that is too long, where Path raises
             raise ScenarioError(unknown_name("cluster", path_or_name, ready_clusters()) + "; or give a path ending in .yaml")
     return Path(path_or_name)
 

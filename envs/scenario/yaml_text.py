@@ -1,12 +1,13 @@
 """Reads one YAML file into plain dicts, lists and scalars, and refuses what a settings file has no need of.
 
 Refused: files above a size, nesting above a depth, aliases (a small file can expand to billions of nodes), keys given
-twice (the YAML reader would keep the last without a word), tags that build objects.
+twice (the YAML reader would keep the last without a word), tags that build objects, text that nothing could be called by.
 """
 
 from __future__ import annotations
 
 import errno
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from envs.scenario.scenario_error import ScenarioError, shown
 
 BYTES_MAX = 256 * 1024
 DEPTH_MAX = 16
+UNUSABLE = re.compile("[\\0\\ud800-\\udfff]")
+"""No name, path or address can have these; escapes can write them."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -103,6 +106,8 @@ def _check_events(path: Path, text: str) -> None:
         if isinstance(event, yaml.AliasEvent):
             line = _line(event)
             raise ScenarioError(f"{path}: line {line}: alias *{shown(event.anchor)} is not allowed; write the value out")
+        if isinstance(event, yaml.ScalarEvent) and UNUSABLE.search(event.value):
+            raise ScenarioError(f"{path}: line {_line(event)}: {shown(event.value)} has a NUL or half a character; write text")
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
             depth += 1
             if depth > DEPTH_MAX:

@@ -1,15 +1,22 @@
-"""What an OpenAI-compatible server sends: its event stream cut into events, what is looked at in one, and the words of its errors."""
+"""What an OpenAI-compatible server sends: its event stream, from bytes cut anywhere to what is looked at in an event, and the words of its
+errors.
+
+Events are read line by line, as soon as a line is whole: nearly all have one. What does not stand on one line waits for those that follow.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
 
 EVENT_BYTES_MAX = 1 << 20
-DONE = b"[DONE]"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 RETRY_AFTER_DEFAULT_S = 1.0
+OF_THE_OPERATOR = (401, 403, 404, 405, 408)
+"""A wrong key, a model that is not there, a path that is not: nothing of these is the caller's, who is served elsewhere."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]  # what is counted here must not go down, nor beyond 64 bits
 
@@ -18,15 +25,14 @@ class Delta(msgspec.Struct):
     content: Any = None
 
 
-class EventChoice(msgspec.Struct):
+class Choice(msgspec.Struct):
     index: Any = 0
     delta: Delta | None = None
     text: Any = None
     finish_reason: Any = None
 
-    @property
-    def shown(self) -> str:
-        """The text that it brings."""
+    def said(self) -> str:
+        """Its text; "" for none, and for what is no text."""
         found = (self.delta.content if self.delta is not None else None) or self.text or ""
         return found if isinstance(found, str) else ""
 
@@ -40,32 +46,81 @@ class Event(msgspec.Struct):
     """What is looked at in an event of a stream, or in a whole answer; the rest is skipped unread."""
 
     model: Any = None
-    choices: list[EventChoice] | None = None
+    choices: list[Choice] | None = None
     usage: Usage | None = None
     error: Any = None
     metrics: Any = None
 
 
 decode_json = msgspec.json.Decoder().decode
-decode_event = msgspec.json.Decoder(Event).decode
-"""Raises: ValueError, RecursionError."""
+_decode = msgspec.json.Decoder(Event).decode
 
 
-class EventLines:
-    """Cuts a stream's bytes, as they come, into the data of its events."""
+class BadEvent(ValueError):
+    """One line about what came in place of an event."""
 
-    __slots__ = ("_begun",)
+
+def event_of(data: bytes) -> Event:
+    """Raises: BadEvent for what the API does not know, and for an error."""
+    try:
+        event = _decode(data)
+    except (ValueError, RecursionError) as error:  # msgspec's own errors and those of text that is no UTF-8 are ValueErrors
+        raise BadEvent(f"an event is not what the API says ({str(error)[:200]})") from error
+    if event.error is not None:
+        raise BadEvent(f"error event: {str(event.error)[:200]}")
+    return event
+
+
+class EventReader:
+    """Of one stream."""
+
+    __slots__ = ("_half_event", "_half_line", "_is_begun")
 
     def __init__(self) -> None:
-        self._begun = b""
+        self._half_line = b""
+        self._half_event: bytes | None = None
+        self._is_begun = False
 
-    def feed(self, chunk: bytes) -> list[bytes]:
-        """Data of the events that are whole now. Raises: ValueError for one that has no end."""
-        lines = (self._begun + chunk).split(b"\n") if self._begun else chunk.split(b"\n")
-        self._begun = lines.pop()
-        if len(self._begun) > EVENT_BYTES_MAX:
-            raise ValueError(f"an event of over {EVENT_BYTES_MAX} bytes")
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+    def take(self, chunk: bytes) -> Iterator[tuple[bytes, Event] | None]:
+        """The events that `chunk` makes whole, each with its data on one line; None for the end that the stream announces. Raises:
+        BadEvent."""
+        lines = (self._half_line + chunk).split(b"\n")
+        self._half_line = lines.pop()
+        if len(self._half_line) > EVENT_BYTES_MAX:
+            raise BadEvent(f"an event of over {EVENT_BYTES_MAX} bytes")
+        if lines and not self._is_begun:
+            self._is_begun = True
+            lines[0] = lines[0].removeprefix(BYTE_ORDER_MARK)
+        for line in lines:
+            if line.startswith(b"data:"):
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    self.end()
+                    yield None
+                    return
+                if (found := self._joined(data)) is not None:
+                    yield found
+            elif not line.strip():
+                self.end()
+
+    def end(self) -> None:
+        """No further line belongs to the event that was begun. Raises: BadEvent where it is no whole one."""
+        if self._half_event is not None:
+            event_of(self._half_event)
+
+    def _joined(self, data: bytes) -> tuple[bytes, Event] | None:
+        """None where `data` is a part of an event as yet. Between the lines of one there is nothing but space, as far as JSON goes."""
+        if self._half_event is not None:
+            data = self._half_event + b" " + data
+        try:
+            event = _decode(data)
+        except (ValueError, RecursionError):
+            if len(data) > EVENT_BYTES_MAX:
+                event_of(data)  # which says what is wrong with it
+            self._half_event = data
+            return None
+        self._half_event = None
+        return data, event if event.error is None else event_of(data)
 
 
 def seconds_of(retry_after: str | None) -> float:

@@ -17,7 +17,7 @@ import msgspec
 
 from envs.domain.commands import CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
-from runtime.backends.event_stream import DONE, Event, EventLines, Usage, decode_event, decode_json, message_of, seconds_of
+from runtime.backends.event_stream import OF_THE_OPERATOR, BadEvent, EventReader, Usage, decode_json, message_of, seconds_of
 from runtime.backends.http_client import HttpClient, HttpConnection, HttpLost, HttpRefused
 from runtime.backends.interface import (
     NOTHING,
@@ -45,6 +45,9 @@ METRICS_DEADLINE_S = 2.0
 PROBE_DEADLINE_S = 3.0
 PAGE_BYTES_MAX = 4 << 20
 JSON_HEADER = "content-type: application/json\r\n"
+TOKEN_CHARS_MAX = 512
+"""More than any token of a real vocabulary has. A server that goes on for ever would fill the memory of an answer that is not streamed."""
+FIRST = (0, None)
 OF_THE_GATEWAY = ("model", "stream", "stream_options", "n", "best_of", "prompt", "messages", "max_tokens", "max_completion_tokens", "user")
 GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "tools", "functions")
 
@@ -168,7 +171,7 @@ class OpenAiHttpBackend:
         except HttpRefused as error:
             self._refused_running += 1
             raise BackendFault(f"{self.name}: connection refused") from error
-        except HttpLost as error:
+        except (HttpLost, BadEvent) as error:
             raise BackendFault(f"{self.name}: {error}") from error
 
     def _body(self, call: Call) -> dict[str, Any]:
@@ -189,44 +192,48 @@ class OpenAiHttpBackend:
         message = f"{self.name}: HTTP {answer.status}: {message_of(text)}"
         if answer.status == 429 or (answer.status == 503 and after is not None):
             return BackendBusy(message, seconds_of(after))
-        if 400 <= answer.status < 500 and answer.status not in (401, 403, 408):  # a wrong key is the operator's mistake, not the caller's
+        if 400 <= answer.status < 500 and answer.status not in OF_THE_OPERATOR:
             return BadCall(message_of(text), status=answer.status)
         return BackendFault(message)
 
     async def _pieces(self, answer: HttpConnection, call: Call, is_joined: bool) -> AsyncIterator[Piece]:
         """Pieces of an event stream; events that arrive together are one piece where `is_joined`. The last one waits for the usage that
         follows it. Raises: BackendFault for a broken stream."""
-        index, events = 0, EventLines()
+        reader, index, chars_left = EventReader(), 0, call.max_tokens * TOKEN_CHARS_MAX
         usage: Usage | None = None
         times: AnswerTimes | None = None
         last: str | None = None  # the finish reason
         texts: list[str] = []
         while chunk := await answer.read_some():
-            try:
-                found = events.feed(chunk)
-            except ValueError as error:
-                raise BackendFault(f"{self.name}: {error}") from error
-            for data in found:
-                if data == DONE:
+            for found in reader.take(chunk):
+                if found is None:
                     yield self._ended(last, texts, index, usage, call, times)
                     return
-                event = self._event(data)
+                _, event = found
                 usage = event.usage or usage
                 if event.metrics is not None:
                     times = times_of_metrics(event.metrics)
                 for choice in event.choices or ():
-                    text = choice.shown
+                    if choice.index not in FIRST:
+                        continue  # nobody asked for a second one
+                    text = choice.said()
                     if text:
                         texts.append(text)
-                    if choice.finish_reason is not None:
+                        chars_left -= len(text)
+                    if choice.finish_reason:
                         last = str(choice.finish_reason)
                 if texts and last is None and not is_joined:
                     yield _joined(index, texts)
                     index, texts = index + len(texts), []
+            if chars_left < 0:
+                raise BackendFault(f"{self.name}: more text than max_tokens={call.max_tokens} can be")
             if texts and last is None:
                 yield _joined(index, texts)
                 index, texts = index + len(texts), []
-        raise BackendFault(f"{self.name}: the stream was cut after {index} pieces")
+        reader.end()
+        if last is None:
+            raise BackendFault(f"{self.name}: the stream was cut after {index} pieces")
+        yield self._ended(last, texts, index, usage, call, times)  # some servers end without a word
 
     def _ended(self, reason: str | None, texts: list[str], index: int, usage: Usage | None, call: Call, times: AnswerTimes | None) -> Piece:
         """The last piece, with `texts` that came in with it."""
@@ -237,15 +244,6 @@ class OpenAiHttpBackend:
             index, None, "".join(texts), None, reason, call.prompt_tokens if prompt_tokens is None else prompt_tokens,
             index + len(texts) if tokens is None else tokens, tuple(texts) if len(texts) > 1 else (), times,
         )  # fmt: skip
-
-    def _event(self, data: bytes) -> Event:
-        try:
-            event = decode_event(data)
-        except (ValueError, RecursionError) as error:  # msgspec's own errors and those of text that is no UTF-8 are ValueErrors
-            raise BackendFault(f"{self.name}: an event is not what the API says ({str(error)[:200]})") from error
-        if event.error is not None:
-            raise BackendFault(f"{self.name}: error event: {str(event.error)[:200]}")
-        return event
 
     async def _poll_for_ever(self) -> None:
         """Read /metrics where there is such a page. Each poll has a deadline; none waits for another."""

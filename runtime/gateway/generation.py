@@ -78,7 +78,7 @@ class Generation:
         if length is not None and length > self.settings.body_bytes_max:
             raise self.too_large()
         if self.is_draining:
-            raise ApiError(503, "The service is shutting down.", code="draining", reason="draining")
+            raise shutting_down()
         if self.metrics.in_flight > self.settings.requests_max:
             raise ApiError(429, f"{self.settings.requests_max} requests are being served already.", code="queue_full", reason="queue_full")
 
@@ -88,6 +88,10 @@ class Generation:
             413, f"The body of a request may have {self.settings.body_bytes_max} bytes.", code="request_too_large", reason="too_large",
             headers=[(b"connection", b"close")],
         )  # fmt: skip
+
+
+def shutting_down() -> ApiError:
+    return ApiError(503, "The service is shutting down.", code="draining", reason="draining")
 
 
 class GenerationEndpoint:
@@ -145,13 +149,17 @@ class Exchange:
         except Gone:
             self._count_departure()
         except asyncio.CancelledError:
-            if watch is None or not (watch.has_left or watch.is_late):
-                raise
-            watch.take_back()
-            if watch.has_left:
-                self._count_departure()
+            if watch is not None and (watch.has_left or watch.is_late):
+                watch.take_back()
+                if watch.has_left:
+                    self._count_departure()
+                else:
+                    error = deadline_passed()
+            elif self._shared.is_draining and (task := asyncio.current_task()) is not None:
+                task.uncancel()  # the server's patience is at its end: its callers are told so
+                error = shutting_down()
             else:
-                error = deadline_passed()
+                raise
         except ApiError as told:
             error = told
         except Refusal as refusal:

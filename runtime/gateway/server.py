@@ -1,14 +1,17 @@
 """The gateway's HTTP server: uvicorn on uvloop and httptools, with the limits that uvicorn leaves open.
 
-A head that grows for ever, or never ends, is stopped here, before it costs memory; what is no HTTP is answered in the API's shape.
+A head that grows for ever, or never ends, is stopped here, before it costs memory; what is no HTTP is answered in the API's shape. A caller
+that is refused while it still sends gets to read the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import resource
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -22,19 +25,25 @@ from runtime.gateway.errors import ApiError
 HEAD_BYTES_MAX = 64 * 1024
 HEAD_WAIT_S = 30.0
 KEEP_ALIVE_S = 75.0
+LINGER_S = 5.0
+"""How long what a refused caller still sends is read and thrown away: a connection that is closed with unread bytes is reset, and a reset
+takes the answer with it, so that the caller sees a broken connection in place of the refusal."""
 BACKLOG = 2048
 DESCRIPTORS_WANTED = 65_536
 """Each stream has a socket, and so has its backend's side; the usual soft limit is 1,024."""
+UPGRADE_HEADER = re.compile(rb"(?<=\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
+IGNORED_HEADER = b"x-grade"
 
 
 class GatheredWrites:
     """One answer's transport: what is written within one turn of the event loop leaves in one segment and one system call. The head and the
     first of the body do so at once: that is what a caller waits for."""
 
-    __slots__ = ("_is_at_head", "_loop", "_parts", "_transport")
+    __slots__ = ("_end", "_is_at_head", "_loop", "_parts", "_transport")
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
+        """end: closes the connection, once all is written."""
+        self._transport, self._loop, self._end = transport, loop, end
         self._parts: list[bytes] = []
         self._is_at_head = True
 
@@ -55,18 +64,19 @@ class GatheredWrites:
 
     def close(self) -> None:
         self.flush()
-        self._transport.close()
+        self._end()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol with a limit on the size of a request's head and on the time that it may take."""
+    """uvicorn's protocol with a limit on the size of a request's head and on the time that it may take, and an end that can be heard."""
 
     _head_bytes = 0
     _is_in_head = False
     _head_timer: asyncio.TimerHandle | None = None
+    _linger_timer: asyncio.TimerHandle | None = None
     _writes: GatheredWrites | None = None
     _departure: Departure | None = None
 
@@ -80,6 +90,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._unset_keepalive_if_required()
         super().connection_lost(exc)
         departure, self._departure = self._departure, None
         if departure is not None:
@@ -91,9 +104,15 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        if sum(name == b"host" for name, _ in self.headers) > 1:
+            raise ValueError("several hosts")  # whoever stands before us may have judged another one
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
+        if self._linger_timer is not None:
+            return
+        if self.cycle is None or not self.cycle.more_body:
+            data = _without_upgrade(data)
         if self._is_in_head:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
@@ -104,7 +123,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._await_head()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._writes = GatheredWrites(cycle.transport, self.loop)
+        self._writes = GatheredWrites(cycle.transport, self.loop, self._end)
         cycle.transport = self._writes  # type: ignore[assignment]
         self._departure = cycle.scope[DEPARTURE] = Departure()  # type: ignore[literal-required]
         super()._start_asgi_task(cycle, app)
@@ -135,17 +154,43 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(ApiError(408, f"The head of the request did not come within {HEAD_WAIT_S:g} s.", code="head_timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """An answer where there is no request to answer, and an end to the connection."""
+        """An answer in place of the application's, and an end to the connection."""
         self._end_head()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()  # in the midst of another answer nothing else can be said
-            return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if cycle.response_started or not cycle.more_body or self.pipeline:
+                self.transport.close()  # in the midst of another answer nothing else can be said
+                return
+            cycle.disconnected = True  # its body is broken: this is its answer
+            cycle.message_event.set()
         body = error.json()
         lines = [STATUS_LINE[error.status]]
         for name, value in (*error.headers(1.0), (b"content-length", b"%d" % len(body)), (b"connection", b"close")):
             lines.append(name + b": " + value + b"\r\n")
         self.transport.write(b"".join((*lines, b"\r\n", body)))
-        self.transport.close()
+        self._linger()
+
+    def _end(self) -> None:
+        """After the last answer of the connection."""
+        if self.cycle.more_body and not self.pipeline:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Say that nothing else comes, and throw away what the caller still sends, until it hangs up or LINGER_S."""
+        if self._linger_timer is None and not self.transport.is_closing():
+            self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
+            self.transport.write_eof()
+            self.flow.resume_reading()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """A request's head without its wish for another protocol, which a server may overlook (RFC 9110, 7.8). The parser would take what
+    follows for that protocol, and the body would be lost: some clients (Java's) ask for HTTP/2 with every request."""
+    end = data.find(b"\r\n\r\n")
+    wish = UPGRADE_HEADER.search(data, 0, len(data) if end < 0 else end + 2)
+    return data if wish is None else data[: wish.start()] + IGNORED_HEADER + data[wish.end() :]
 
 
 def make_server(app: ASGIApp, host: str = "127.0.0.1", port: int = 0, *, drain_s: int = 30, **options: Any) -> uvicorn.Server:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from runtime.setting_bounds import Bounds, check_bounds
 
 MIB = 1 << 20
 API_KEYS_MAX = 64
 FIXED = ("tokeniser_threads", "has_old_metric_names")
 """Settings that hold for the life of a gateway."""
+COUNT: Bounds = (1, 1_000_000)
+WAIT_S: Bounds = (0.001, 1e6)
+BOUNDS: Mapping[str, Bounds] = {
+    "body_bytes_max": (1, 1 << 40), "body_bytes_in_flight_max": (1, 1 << 40), "requests_max": COUNT, "choices_max": COUNT,
+    "messages_max": COUNT, "stop_strings_max": COUNT, "stop_chars_max": COUNT, "logprobs_max": (0, 64), "name_chars_max": COUNT,
+    "output_tokens_default": COUNT, "tokeniser_threads": (1, 256), "body_wait_s": WAIT_S,
+    "request_timeout_s": WAIT_S, "deadline_grace_s": WAIT_S, "ready_wait_s": WAIT_S,
+    "retry_after_s": WAIT_S,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +55,7 @@ class GatewaySettings:
     has_old_metric_names: bool = True
 
     def __post_init__(self) -> None:
-        if len(self.api_keys) > API_KEYS_MAX or not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
+        check_bounds(self, BOUNDS)
+        are_good = all(isinstance(key, str) and key and key.isascii() and key.isprintable() for key in self.api_keys)
+        if len(self.api_keys) > API_KEYS_MAX or not are_good:
             raise ValueError(f"GatewaySettings: api_keys must be at most {API_KEYS_MAX} non-empty keys of printable ASCII")
-        for name in (
-            "body_bytes_max", "body_bytes_in_flight_max", "requests_max", "choices_max", "messages_max", "stop_strings_max",
-            "stop_chars_max", "name_chars_max", "output_tokens_default", "tokeniser_threads",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"GatewaySettings: {name}={getattr(self, name)} must be at least 1")
-        for name in ("body_wait_s", "request_timeout_s", "deadline_grace_s", "ready_wait_s", "retry_after_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0.0):
-                raise ValueError(f"GatewaySettings: {name}={value} must be a positive number of seconds")
-        if not 0 <= self.logprobs_max <= 64:
-            raise ValueError(f"GatewaySettings: logprobs_max={self.logprobs_max} must be within 0 to 64")

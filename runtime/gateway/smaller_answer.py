@@ -9,15 +9,13 @@ from collections.abc import Mapping
 import msgspec
 
 from envs.decision.circuit_breaker import Outcome, classify, is_backpressure
-from runtime.backends.event_stream import DONE, Event, EventLines, Usage, decode_event, message_of, seconds_of
+from runtime.backends.event_stream import OF_THE_OPERATOR, BadEvent, Event, EventReader, Usage, event_of, message_of, seconds_of
 from runtime.backends.http_client import HttpConnection, HttpLost
 from runtime.gateway.call_making import Asked
 from runtime.gateway.smaller_model import ANSWER_BYTES_MAX, ERROR_BYTES_MAX, SmallerModel, Unanswered, fields_of
 
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 DEGRADED_CHARS_MAX = 256
-OPERATORS_MISTAKES = (401, 403, 404)
-"""A wrong key or model name is in the service file, not in the caller's request: faults of the server as it is configured."""
 
 
 class CutShort(Exception):
@@ -36,7 +34,7 @@ class SmallerAnswer:
         self._smaller, self._settings, self._asked, self._deadline_s = smaller, smaller.settings, asked, deadline_s
         self._began_s = smaller.now_s()
         self._connection: HttpConnection | None = None
-        self._lines = EventLines()
+        self._reader = EventReader()
         self._outcome, self._reason, self._is_busy = Outcome.NEUTRAL, "", False
         self.is_whole = False
         self.finish_reasons: dict[int, str] = {}
@@ -121,7 +119,7 @@ class SmallerAnswer:
             self._lease, self._is_busy = None, True
             return Unanswered("busy", self._reason)
         # redirects are not followed, so that anything else is no answer either
-        outcome = classify(None if status < 400 or status in OPERATORS_MISTAKES else status)
+        outcome = classify(None if status < 400 or status in OF_THE_OPERATOR else status)
         self._outcome = outcome
         return Unanswered("failed" if outcome is Outcome.FAULT else "rejected", self._reason)
 
@@ -130,7 +128,11 @@ class SmallerAnswer:
         data = await connection.read(ANSWER_BYTES_MAX + 1)
         if len(data) > ANSWER_BYTES_MAX:
             raise CutShort(f"an answer of over {ANSWER_BYTES_MAX} bytes")
-        event = self._event(data)
+        try:
+            event = event_of(data)
+        except BadEvent as error:
+            raise CutShort(str(error)) from error
+        self._note(event)
         self._finished()
         return self._named(data, event)
 
@@ -138,34 +140,27 @@ class SmallerAnswer:
         """Whatever has come of the stream, in whole events. Raises: HttpLost, CutShort for a broken stream."""
         while chunk := await connection.read_some():
             try:
-                found = self._lines.feed(chunk)
-            except ValueError as error:
+                if data := b"".join([self._relayed(found) for found in self._reader.take(chunk)]):
+                    return data
+            except BadEvent as error:
                 raise CutShort(str(error)) from error
-            if data := b"".join([self._relayed(event) for event in found if not self.is_whole]):
-                return data
         raise CutShort("the stream ended without its end marker")
 
-    def _relayed(self, data: bytes) -> bytes:
+    def _relayed(self, found: tuple[bytes, Event] | None) -> bytes:
         """An event as the caller gets it."""
-        if data == DONE:
+        if found is None:
             self._finished()
             return b"data: [DONE]\n\n"
-        return b"data: " + self._named(data, self._event(data)) + b"\n\n"
+        data, event = found
+        self._note(event)
+        return b"data: " + self._named(data, event) + b"\n\n"
 
-    def _event(self, data: bytes) -> Event:
-        """Raises: CutShort for what the API does not know, and for an error."""
-        try:
-            event = decode_event(data)
-        except (ValueError, RecursionError) as error:
-            raise CutShort(f"not what the API says ({str(error)[:200]})") from error
-        if event.error is not None:
-            raise CutShort(f"error: {str(event.error)[:200]}")
+    def _note(self, event: Event) -> None:
         self.usage = event.usage or self.usage
         for choice in event.choices or ():
-            self.tokens += bool(choice.shown)
-            if choice.finish_reason is not None and isinstance(choice.index, int) and 0 <= choice.index < len(self._asked.calls):
+            self.tokens += bool(choice.said())
+            if choice.finish_reason and isinstance(choice.index, int) and 0 <= choice.index < len(self._asked.calls):
                 self.finish_reasons[choice.index] = str(choice.finish_reason)[:64]
-        return event
 
     def _named(self, data: bytes, event: Event) -> bytes:
         """With the model's name as callers are told it, where the server calls it otherwise."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agents.heuristics import REBALANCERS, SPLITTERS
 from envs.decision.move_discipline import DisciplineSettings
 from envs.domain.suggestions import unknown_name
+from runtime.setting_bounds import Bounds, check_bounds
+
+PERIOD_S: Bounds = (0.001, 1e6)
+WAIT_S: Bounds = (0.0, 1e7)
+BOUNDS: Mapping[str, Bounds] = {
+    "budget_fraction": (0.0, 1.0),
+    "tick_s": PERIOD_S, "deadline_s": PERIOD_S, "start_deadline_s": PERIOD_S, "cold_start_s": WAIT_S, "rebuild_s": WAIT_S,
+    "fall_back_stay_s": WAIT_S, "drain_patience_s": WAIT_S, "split_stay_s": WAIT_S, "scale_stay_s": WAIT_S,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +50,7 @@ class ControlSettings:
         for name, table in (("split", SPLITTERS), ("rebalance", REBALANCERS)):
             if getattr(self, name) not in table:
                 raise ValueError(unknown_name(f"{name} heuristic", getattr(self, name), table))
-        for name in ("tick_s", "deadline_s", "start_deadline_s"):
-            if not 0.001 <= getattr(self, name) < math.inf:
-                raise ValueError(f"ControlSettings: {name}={getattr(self, name)} must be at least 0.001 and finite")
-        for name in ("cold_start_s", "rebuild_s", "fall_back_stay_s", "drain_patience_s"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"ControlSettings: {name}={getattr(self, name)} must be >= 0 and finite")
+        check_bounds(self, BOUNDS)
         self.discipline()
 
     def discipline(self) -> DisciplineSettings:

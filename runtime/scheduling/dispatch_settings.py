@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from agents.heuristics import ROUTERS
 from envs.domain.requests import CLASS_INDEX, SERVICE_CLASSES
 from envs.domain.suggestions import unknown_name
+from envs.scenario.scenario_error import shown
+from runtime.setting_bounds import Bounds, check_bounds
 
 FIXED = ("limit_multiplier", "head_start_s", "class_timeout_fraction", "class_timeout_limits")
 """Settings that hold for the life of a dispatcher: what it has learnt and queued rests on them."""
+NUMBER_MAX = 1_000_000
+WAIT_S: Bounds = (0.0, 1e7)
+MULTIPLE: Bounds = (0.0, 1e7)
+BOUNDS: Mapping[str, Bounds] = {
+    "in_flight_max": (1, 1_000_000), "hold_max_s": WAIT_S, "attempts_max": (1, 1000), "retry_wait_s": WAIT_S, "first_token_floor_s": WAIT_S,
+    "first_token_multiple": MULTIPLE, "silence_multiple": MULTIPLE, "silence_slack_s": WAIT_S, "silence_alone_s": WAIT_S,
+    "report_period_s": (0.001, 60.0), "restart_s": (0.001, 3600.0), "restart_max_s": (0.001, 3600.0), "limit_multiplier": (0.001, 1e6),
+    "head_start_s": WAIT_S, "class_timeout_fraction": (0.001, 1.0), "class_timeout_limits": (0.001, 1e7), "ready_within_s": (0.01, 60.0),
+    "degrade_above": (0.0, 1e6),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +31,8 @@ class DispatchSettings:
 
     in_flight_max: calls inside, held ones included. hold_max_s: longest wait for a group to take a call. attempts_max: of one call;
     attempts_by_class: of the classes named in it instead.
-    retry_wait_s: how long a retry waits for the budget. first_token_floor_s, first_token_multiple: an attempt without a first token is
+    retry_wait_s: how long a retry waits for the budget, and at least how long a begun answer waits for a group. first_token_floor_s,
+    first_token_multiple: an attempt without a first token is
     given up after max(floor, multiple x predicted), silence_multiple, silence_slack_s: a started stream after multiple x its group's
     median gap + slack; both only after silence_alone_s where no other group could take the call and its own reports that it has it in
     hand. report_period_s: how often groups are asked for their reports. ready_within_s: a token so young proves that tokens can be made,
@@ -52,12 +66,15 @@ class DispatchSettings:
     degrade_above: float = 0.5
 
     def __post_init__(self) -> None:
+        check_bounds(self, BOUNDS)
+        if self.heuristic not in ROUTERS:
+            raise ValueError(unknown_name("heuristic", self.heuristic, ROUTERS))
         for key in ("attempts_by_class", "degrade_max_tokens"):
             for name, value in getattr(self, key).items():
                 if name not in CLASS_INDEX:
                     raise ValueError(f"{key}: {unknown_name('service class', str(name), CLASS_INDEX)}")
-                if type(value) is not int or value < 1:
-                    raise ValueError(f"{key}.{name}={value!r} must be a whole number of at least 1")
+                if type(value) is not int or not 1 <= value <= NUMBER_MAX:
+                    raise ValueError(f"{key}.{name}={shown(value)} must be a whole number within 1 to {NUMBER_MAX}")
 
     def attempts_of(self, class_index: int) -> int:
         """Most attempts of a call of the class."""

@@ -99,20 +99,21 @@ class GroupKeeper:
         """Groups that are started and whose process is not known to be gone, shape (groups,)."""
         return np.array([up and backend.is_alive for up, backend in zip(self._is_up, self._backends, strict=True)], np.bool_)
 
-    def any_alive(self) -> bool:
-        return any(up and backend.is_alive for up, backend in zip(self._is_up, self._backends, strict=True))
+    def open_to_new(self) -> BoolArray:
+        """Groups alive that nobody drains: the others take no new calls, however well they are; shape (groups,)."""
+        return self.alive() & ~self._telemetry.is_draining
 
     def token_made(self, g: int, now_s: float) -> None:
         """Group `g` gave somebody a token."""
         self._last_token_s[g] = now_s
 
     async def is_ready(self) -> bool:
-        """Whether a token can really be made: one was, lately, or a probe makes one (K22)."""
-        alive = self.alive()
+        """Whether a token can really be made for a new call: one was, lately, or a probe makes one (K22)."""
+        can_take = self.open_to_new()
         recent = self._now_s() - self._last_token_s < self.settings.ready_within_s
-        if (alive & recent).any():
+        if (can_take & recent).any():
             return True
-        probes = [asyncio.ensure_future(self._backends[g].probe()) for g in np.flatnonzero(alive).tolist()]
+        probes = [asyncio.ensure_future(self._backends[g].probe()) for g in np.flatnonzero(can_take).tolist()]
         try:
             for done in asyncio.as_completed(probes, timeout=self.settings.ready_within_s):
                 if await done:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from envs.decision.circuit_breaker import State
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import Request
 from envs.domain.snapshot import BoolArray, ClusterSnapshot
@@ -46,6 +47,8 @@ class Placing:
     async def place(self, call: Call, request: Request, begun: Begun, failed: frozenset[int], is_new: bool) -> Attempt:
         """Ask where the call goes, and hold it until somebody takes it; is_new: it may be shed. Raises: Refusal."""
         asked_s = self._now_s()
+        # a caller that has half an answer cannot ask again for the rest: it waits as long as for the retry budget
+        patience_s = max(self.settings.hold_max_s, self.settings.retry_wait_s) if begun.pieces else self.settings.hold_max_s
         keys = block_keys(call.prompt_ids)
         placed: list[Attempt] = []
 
@@ -56,7 +59,7 @@ class Placing:
         while True:
             fits, excluded = self._telemetry.fits(call.prompt_tokens + call.max_tokens), self._excluded(call, begun, failed)
             is_awaited = self._is_awaited(fits, excluded)
-            hold_until_s = min(math.inf if is_awaited else asked_s + self.settings.hold_max_s, call.deadline_s)
+            hold_until_s = min(math.inf if is_awaited else asked_s + patience_s, call.deadline_s)
             may_hold = self._now_s() < hold_until_s
             # a parked group is started for a queue: where there is one, that must be seen
             may_shed = is_new and not self._telemetry.is_parked.any()
@@ -70,7 +73,7 @@ class Placing:
                 return placed[0]
             if decided.cause == OVERLOADED:
                 raise refusal("overloaded", "more is asked than can be served in time", decided.retry_after_s)
-            alive = self._groups.alive() & fits
+            alive = self._groups.open_to_new() & fits
             alive[list(excluded)] = False
             is_possible = is_awaited or bool(alive.any())
             if not is_possible and not begun.pieces and not failed:
@@ -82,8 +85,9 @@ class Placing:
             if is_refused and (not may_hold or is_full):
                 if self._now_s() >= call.deadline_s:
                     raise refusal("deadline", "its deadline passed while it waited")
-                reason = "queue_full" if is_possible else "no_capacity"
-                raise refusal(reason, f"no group took it within {self.settings.hold_max_s:g} s", self._door.retry_after_s())
+                is_open = is_awaited or bool((alive & (self._view().breaker_state == State.CLOSED)).any())
+                reason = "queue_full" if is_open else "no_capacity"
+                raise refusal(reason, f"no group took it within {patience_s:g} s", self._door.retry_after_s())
             if is_refused and is_possible:
                 raise refusal("queue_full", "the scheduler refused it", self._door.retry_after_s())
             wait_s = max(0.0, min(hold_until_s - self._now_s(), HELD_AT_ONCE_S)) + 1e-3

@@ -20,6 +20,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from envs.scenario.scenario_error import shown
 from runtime.request_notes import RequestNotes, TraceIds
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class TracingSettings:
 
     def __post_init__(self) -> None:
         if not self.endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"TracingSettings: endpoint={self.endpoint!r} must begin with http:// or https://")
+            raise ValueError(f"TracingSettings: endpoint={shown(self.endpoint)} must begin with http:// or https://")
         if not 0.0 <= self.share <= 1.0:
             raise ValueError(f"TracingSettings: share={self.share} must be within 0 to 1")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0.0):

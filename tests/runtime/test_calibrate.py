@@ -148,7 +148,15 @@ def test_real_ranks_give_a_cluster_that_is_simulated(dreams, nursery, tmp_path):
         (["--ranks", "3", "--slow-factors", "1,2"], "2 entries for 3 ranks"),
         (["--slow-factors", "fast"], "could not convert"),
         (["--slow-factors", "0.5"], "a device faster than this host"),
-        (["--ranks", "0"], "at least 1"),
+        (["--ranks", "0"], "within 1 to 256"),
+        (["--ranks", "100000"], "within 1 to 256"),
+        (["--repeats", "0"], "--repeats 0"),
+        (["--budget-s", "nan"], "--budget-s nan"),
+        (["--slots", "0"], "--slots 0"),
+        (["--slots", "99999999"], "--slots"),
+        (["--context", "-5"], "--context -5"),
+        (["--name", "../x"], "--name '../x'"),
+        (["--name", ""], "--name ''"),
         (["--model", "/nowhere"], "/nowhere"),
     ],
 )
@@ -156,6 +164,12 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, said, capsys):
     assert main(["calibrate", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured(dreams, capsys):
+    assert main(["calibrate", "--model", str(dreams), "--out", "/dev/null/calibrated"]) == 2
+    error = capsys.readouterr().err
+    assert "--out '/dev/null/calibrated'" in error and error.count("\n") == 1
 
 
 def test_speeds_stay_alike_so_that_every_rank_gets_the_same_work():

@@ -191,12 +191,34 @@ def test_check_explains_and_starts_nothing(tmp_path):
         ({"cluster": "unlike-3", "groups": {"pair": {"kind": "torch_tp"}}}, "model.path"),
         ({"cluster": "unlike-3", "groups": {"pair": {"kind": "openai_http", "url": "nowhere"}}}, "http://"),
         ({"cluster": "unlike-3", "smaller_model": {"url": "http://127.0.0.1:none", "model": "small"}}, "smaller_model.url"),
+        ({"cluster": "unlike-3", "dispatch": {"hold_max_s": float("nan")}}, "hold_max_s"),
         ({}, "cluster"),
     ):
         file = tmp_path / "service.yaml"
         file.write_text(yaml.safe_dump(content))
         bad = check("--config", str(file))
         assert bad.returncode == 2 and said in bad.stderr and bad.stderr.count("\n") == 1, bad.stderr
+
+    for arguments in (("--port", "65536"), ("--port", "-1"), ("--host", ""), ("--bundle", ""), ("--demonstration", "--config", str(file))):
+        bad = check("--cluster", "unlike-3", *arguments)
+        assert bad.returncode == 2 and bad.stderr.count("\n") == 1, bad.stderr
+    for folder in ("/dev/null/records", str(file)):
+        refused = check("--cluster", "unlike-3", "--record-dir", folder)
+        assert refused.returncode == 2 and "refused" in refused.stdout
+
+
+@pytest.mark.parametrize("closing", ["| exec 3<&-", ">&- 2>&- <&-"])
+def test_nobody_need_listen_to_what_it_says(closing):
+    """As in `python -m runtime serve | head -1`, or by a starter that closes everything."""
+    command = f"{{ {sys.executable} -m runtime serve --cluster unlike-3 --check {closing}; echo ${{PIPESTATUS[0]}} >&4; }} 4>&1"
+    done = subprocess.run(["bash", "-c", command], cwd=PROJECT, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "0" and not done.stderr
+
+
+def test_an_address_is_told_as_a_url_has_it():
+    assert [serve_module.reachable(host) for host in ("127.0.0.1", "0.0.0.0", "::1", "::", "localhost")] == [
+        "127.0.0.1", "127.0.0.1", "[::1]", "[::1]", "localhost",
+    ]  # fmt: skip
 
 
 def test_a_service_that_cannot_start_ends_and_says_why(monkeypatch):
@@ -235,6 +257,33 @@ CLUSTER = {
     "own_models": [{"name": "tiny", "layers": 4, "hidden": 64, "query_heads": 4, "kv_heads": 4, "head_dim": 16, "mlp_width": 172,
                     "vocabulary": 512, "context_tokens": 128, "source": "its config.json"}],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_who_is_cut_off_at_the_end_is_told(tmp_path, kernels, signals):
+    """Longer than `drain_s`, or told to stop twice: a stream ends in an error event, any other answer is the error; nothing is logged as
+    a failure of ours."""
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump({"cluster": "unlike-3", "drain_s": 1 if signals == 1 else 60}))
+    running = Running("--config", str(file))
+    asked = {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            events = running.stream("/v1/completions", asked)
+            assert next(events)["choices"][0]["text"]
+            plain = pool.submit(running.post, "/v1/completions", asked)
+            while json.loads(running.get("/admin/state")[1])["service"]["in_flight"] < 2:
+                time.sleep(0.02)
+            for _ in range(signals):
+                running.process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+            seen = list(events)
+            assert seen[-1] == "[DONE]" and seen[-2]["error"]["code"] == "draining"
+            status, body, _ = plain.result(timeout=20.0)
+            assert (status, body["error"]["code"]) == (503, "draining")
+    finally:
+        assert running.stop() == 0
+    assert not any("Traceback" in line for line in running.lines)
 
 
 @pytest.fixture(scope="module")

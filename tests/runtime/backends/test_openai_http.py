@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from envs.decision.circuit_breaker import State
+from runtime.backends.event_stream import EventReader
 from runtime.backends.interface import BackendBusy, BackendFault, BadCall, Begun
 from runtime.backends.load_metrics import load_of
 from runtime.backends.openai_http import OpenAiHttpBackend
@@ -209,6 +210,74 @@ def test_an_event_that_is_none_is_a_fault(event):
         stream = b'data: {"choices": [{"text": "a", "finish_reason": "stop"}]}\n\ndata: ' + event + b"\n\ndata: [DONE]\n\n"
         async with answering(raw(200, stream)) as backend:
             with pytest.raises(BackendFault):
+                await alone(backend, ask())
+
+    asyncio.run(run())
+
+
+def said(*texts: str, last: str = "stop") -> list[bytes]:
+    """Events with these texts, the last with a finish reason."""
+    choices = [{"index": 0, "text": text, "finish_reason": None} for text in texts]
+    choices[-1]["finish_reason"] = last
+    return [b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n" for choice in choices]
+
+
+DONE = b"data: [DONE]\n\n"
+WHOLE = b"".join(said("a ", "b ", "c"))
+IN_LINES = b"".join(
+    b"data: " + json.dumps(json.loads(event[6:]), indent=1).replace("\n", "\ndata: ").encode() + b"\n\n" for event in said("a ", "b ", "c")
+)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        WHOLE + DONE, (WHOLE + DONE).replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + WHOLE + DONE, IN_LINES + DONE, WHOLE,
+        WHOLE + b"data: [DONE]",
+        WHOLE.replace(b"data: ", b": ping\n\nevent: message\nid: 1\ndata:") + DONE, WHOLE.replace(b"null", b'""') + DONE,
+        WHOLE.replace(b"data: ", b'data: {"choices": [{"index": 1, "text": "z", "finish_reason": "length"}]}\n\ndata: ', 1) + DONE,
+        b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 3}}\n\n' + WHOLE + DONE,
+    ],
+)  # fmt: skip
+def test_a_stream_in_any_of_the_allowed_shapes_is_read(stream):
+    """Line ends, a byte order mark, comments, an event on several lines, no end marker, a choice that nobody asked for: the same answer."""
+
+    async def run():
+        async with answering(raw(200, stream)) as backend:
+            pieces = await alone(backend, ask())
+        assert "".join(piece.text for piece in pieces) == "a b c"
+        assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["stop"]
+        assert pieces[-1].output_tokens == 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("at", range(1, 40, 3))
+def test_an_event_may_be_cut_anywhere(at):
+    reader = EventReader()
+    parts = [IN_LINES[i : i + at] for i in range(0, len(IN_LINES), at)]
+    assert [event.choices[0].text for part in parts for _, event in reader.take(part)] == ["a ", "b ", "c"]
+
+
+def test_a_server_that_never_stops_is_stopped():
+    """It was asked for so many tokens; an answer that is not streamed is kept whole until its end."""
+
+    async def run():
+        stream = said("word " * 2000)[0].replace(b'"stop"', b"null") * 40
+        async with answering(raw(200, stream + DONE)) as backend:
+            with pytest.raises(BackendFault, match="more text than"):
+                await alone(backend, ask(max_tokens=20))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_what_the_operator_must_mend_is_not_the_callers(status):
+    """The model's name there, the path, the key are the configuration's: the caller is served elsewhere."""
+
+    async def run():
+        async with answering(raw(status, b'{"error": {"message": "no such model"}}')) as backend:
+            with pytest.raises(BackendFault, match=f"HTTP {status}"):
                 await alone(backend, ask())
 
     asyncio.run(run())

@@ -180,7 +180,7 @@ def test_what_is_gathered_for_a_caller_that_left_is_let_go():
         transport, _ = await loop.create_connection(asyncio.Protocol, *listening.sockets[0].getsockname())
         transport.abort()
         await asyncio.sleep(0.05)  # closed for good
-        GatheredWrites(transport, loop).write(b"too late")
+        GatheredWrites(transport, loop, transport.close).write(b"too late")
         await asyncio.sleep(0.05)
         listening.close()
         return said

@@ -337,6 +337,57 @@ def test_attempts_are_bounded():
     play(backends, body, DispatchSettings(attempts_max=3))
 
 
+class SlowToRise(Scripted):
+    """Its next start takes `start_s`."""
+
+    start_s = 0.0
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.start_s)
+        await super().start()
+
+
+def test_a_begun_answer_outlives_the_loss_of_all_groups():
+    """Its caller cannot ask for the rest alone: it waits for the first group that is back, longer than a new call would."""
+    backends = [SlowToRise(f"g{i}", i) for i in range(2)]
+
+    async def body(service):
+        struck = []
+
+        def fault(asked, index):
+            if index == 5 and not struck:
+                struck.append(index)
+                for backend in backends:
+                    backend.is_alive, backend.start_s = False, 1.0
+                return "die"
+            return None
+
+        for backend in backends:
+            backend.fault = fault
+        check_whole(await collect(service, call(max_tokens=20)), 20)
+        assert struck
+
+    play(backends, body, DispatchSettings(hold_max_s=0.1, restart_s=0.05))
+
+
+def test_ejected_groups_are_no_full_ones():
+    """503 while all groups fail, for those that find them ejected too: 429 would say that the caller asks too much."""
+    backends = groups(2)
+    for backend in backends:
+        backend.fault, backend.makes_tokens = (lambda asked, index: "die"), False
+
+    async def body(service):
+        reasons = Counter()
+        for _ in range(12):
+            with pytest.raises(Refusal) as refused:
+                await collect(service, call())
+            assert refused.value.status == 503
+            reasons[refused.value.reason] += 1
+        assert reasons["no_capacity"] and set(reasons) == {"attempts_spent", "no_capacity"}
+
+    play(backends, body, DispatchSettings(hold_max_s=0.1, retry_wait_s=0.1))
+
+
 def test_a_full_hold_queue_refuses_with_429():
     """One group whose queue takes 32 beside the 16 that run; what comes beyond is held, and refused when it may wait no longer."""
     backends = groups(1)

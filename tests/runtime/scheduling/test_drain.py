@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
 
+from runtime.calls import Refusal
 from runtime.scheduling.control_loop import ControlLoop
 from runtime.scheduling.control_settings import ControlSettings
 from runtime.scheduling.dispatch_settings import DispatchSettings
@@ -44,6 +46,31 @@ def test_all_groups_drained_at_once_lose_no_call():
         await moves.close()
 
     asyncio.run(with_service(dispatcher(backends, DispatchSettings(hold_max_s=0.2)), body))
+
+
+@pytest.mark.fault("K22")
+def test_a_service_whose_groups_are_all_drained_says_that_it_serves_nobody():
+    """A new call is refused at once, as by a service without groups, and it is not ready; undrained, it serves."""
+    backends = [Scripted(f"g{i}", i) for i in range(2)]
+
+    async def body(service):
+        moves = ControlLoop(service, IMPATIENT, seed=3).moves
+        check_whole(await collect(service, call(max_tokens=3)), 3)  # a token made lately, which proves nothing any more
+        moves.begin_drain(0)
+        assert await service.is_ready()
+        moves.begin_drain(1)
+        assert not await service.is_ready()
+        began_s = time.monotonic()
+        with pytest.raises(Refusal) as refused:
+            await collect(service, call(max_tokens=3))
+        assert (refused.value.reason, refused.value.status) == ("no_capacity", 503)
+        assert refused.value.retry_after_s is not None and time.monotonic() - began_s < 1.0
+        moves.end_drain(1)
+        assert await service.is_ready()
+        check_whole(await collect(service, call(max_tokens=3)), 3)
+        await moves.close()
+
+    asyncio.run(with_service(dispatcher(backends, DispatchSettings(hold_max_s=5.0)), body))
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
