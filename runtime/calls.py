@@ -33,6 +33,8 @@ REFUSAL_STATUS: dict[str, int] = {
     "stream_lost": 502,
 }
 """Why a call is not served, and the HTTP status that says so by default. The first four are the caller's to mend; the others pass."""
+PRESSURE = frozenset(("queue_full", "class_shed", "overloaded"))
+"""Refusals for which there is no other reason than that too much is asked just now."""
 
 
 @dataclass(frozen=True, slots=True)

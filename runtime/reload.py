@@ -115,6 +115,7 @@ class Reloader:
         service.config = new
         service.dispatcher.apply(new.dispatch)
         self._generation.apply(new.gateway)
+        self._generation.smaller.use(new.smaller_model)
         guard, deadline_s = service.dispatcher.scheduler.guard, new.scheduler.deadline_ms / 1000.0
         if guard is not None:
             guard.deadline_s, guard.outside_max = deadline_s, new.scheduler.outside_max
@@ -157,7 +158,7 @@ def fixed_changes(old: ServiceConfig, new: ServiceConfig) -> list[str]:
 
 def live_changes(old: ServiceConfig, new: ServiceConfig) -> list[str]:
     """Keys that differ and that change while serving, but for the bundle."""
-    names = ["drain_s"] if old.drain_s != new.drain_s else []
+    names = [name for name in ("drain_s", "smaller_model") if getattr(old, name) != getattr(new, name)]
     for part in ("dispatch", "gateway"):
         before: Any = getattr(old, part)
         after: Any = getattr(new, part)

@@ -55,12 +55,15 @@ class AttemptNotes:
 @dataclass(slots=True, eq=False)
 class CallNotes:
     """One answer. made: attempts so far, of which the first ones and the last are kept. trace: where it is traced. degraded: what was
-    taken from it under pressure, as `x-ballast-degraded` tells it."""
+    taken from it under pressure, as `x-ballast-degraded` tells it. has_smaller: refused under pressure, it may go to the smaller model.
+    when_over: told when its request is over, whatever came after a refusal."""
 
     attempts: list[AttemptNotes] = field(default_factory=list)
     made: int = 0
     trace: TraceIds | None = None
     degraded: str = ""
+    has_smaller: bool = False
+    when_over: Callable[[], None] | None = None
 
     def begin(self, attempt: AttemptNotes) -> AttemptNotes:
         if self.trace is not None:
@@ -94,7 +97,8 @@ class TraceIds:
 
 @dataclass(slots=True, eq=False)
 class RequestNotes:
-    """One request, from its head to its answer's last byte. error: reason of a refusal, "" for none; "departed" for a caller that left."""
+    """One request, from its head to its answer's last byte. error: reason of a refusal, "" for none; "departed" for a caller that left.
+    answered_by: the smaller model that answered it, "" where its own did."""
 
     request_id: str
     kind: str
@@ -112,3 +116,9 @@ class RequestNotes:
     output_tokens: int = 0
     calls: list[CallNotes] = field(default_factory=list)
     trace: TraceIds | None = None
+    answered_by: str = ""
+
+    @property
+    def degraded(self) -> str:
+        """What was taken from its answers under pressure, as `x-ballast-degraded` tells it; "" for nothing, nearly always."""
+        return ", ".join(sorted({call.degraded for call in self.calls if call.degraded}))

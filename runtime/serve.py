@@ -23,6 +23,7 @@ from runtime import process_memory
 from runtime.backends.emulated_kernel import KernelSettings, kernel_of, kv_tokens, plan_of
 from runtime.gateway.app import make_app, version
 from runtime.gateway.server import listen, make_server
+from runtime.gateway.smaller_model import why_unreachable
 from runtime.reload import Reloader, ReloadRefused
 from runtime.rollout.metrics import RolloutMetrics
 from runtime.rollout.state import RolloutError
@@ -91,6 +92,9 @@ def explain(config: ServiceConfig) -> tuple[str, bool]:
         lines.append(f"{decision}: {text}")
     if not control.is_on:
         lines.append("split and rebalance decisions are off")
+    if (smaller := config.smaller_model) is not None:
+        where = f"{smaller.model} at {smaller.url}, at most {smaller.max_in_flight} calls at once"
+        lines.append(f"smaller model: {where}; takes what would be refused under pressure of the classes {', '.join(smaller.classes)}")
     if config.tracing is not None:
         lines.append(f"traces: to {config.tracing.url}, share {config.tracing.share:g} of requests that bring no trace of their own")
     for name, folder in (("records", config.records.dir), ("rollouts", config.rollout.dir)):
@@ -129,7 +133,9 @@ async def serve(config: ServiceConfig, read_again: Callable[[], ServiceConfig]) 
     port = listening.getsockname()[1]
     service = Service(config)
     tracer = Tracer(config.tracing, version()) if config.tracing is not None else None
-    app = make_app(service, config.gateway, administered=ServiceAdmin(service, version()), tracer=tracer)
+    app = make_app(
+        service, config.gateway, administered=ServiceAdmin(service, version()), tracer=tracer, smaller_model=config.smaller_model
+    )
     registry = app.state.metrics.registry
     registry.register(SchedulingMetrics(service.dispatcher))
     if service.recorder is not None:
@@ -258,6 +264,8 @@ def main(options: argparse.Namespace) -> int:
         return 2
     _say(text)
     if options.check:
+        if config.smaller_model is not None and (why := asyncio.run(why_unreachable(config.smaller_model))):
+            print(f"smaller model: {why}; until it can, those calls are refused", flush=True)
         return 0 if fits else 2
     try:
         return uvloop.run(serve(config, lambda: read(options)))

@@ -13,6 +13,7 @@ import numpy as np
 from envs.decision.actions import Decision
 from envs.decision.candidate_bounds import candidates_max
 from envs.decision.circuit_breaker import State
+from envs.domain.commands import CommandKind
 from envs.domain.snapshot import BoolArray
 from envs.scenario.cluster_spec import ClusterSpec
 from runtime.backends.emulated import EmulatedBackend, rehearse
@@ -186,9 +187,14 @@ class Service:
 
     def _status_of(self, g: int, is_allowed: bool, alive: BoolArray, telemetry: Telemetry) -> GroupStatus:
         backend, breaker, report = self.dispatcher.backends[g], self.dispatcher.panel.breakers[g], telemetry.reports[g]
-        state, detail = _STATES[breaker.state], breaker.reason
-        if telemetry.is_parked[g]:
-            state, detail = ("starting", "switched on") if g in self.control.moves.under_way else ("parked", "switched off")
+        state, detail, move = _STATES[breaker.state], breaker.reason, self.control.moves.under_way.get(g)
+        if why_gone := self.control.moves.why_gone(g):
+            state, detail = "joined", why_gone
+        elif telemetry.is_parked[g]:
+            is_starting = move is not None and move.command.kind is CommandKind.SCALE_OUT
+            state, detail = ("starting", "switched on") if is_starting else ("parked", "switched off")
+        elif not alive[g] and self.dispatcher.groups.is_returning[g]:
+            state, detail = "starting", "with other ranks"
         elif not alive[g]:
             state = "dead" if self.has_started or detail else "starting"
         elif telemetry.is_draining[g]:

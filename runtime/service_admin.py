@@ -12,6 +12,7 @@ from envs.domain.suggestions import unknown_name
 from runtime.backends.interface import MoveRefused
 from runtime.gateway.admin import OrderRefused
 from runtime.scheduling.admin_state import plan_told, stamped, state_of
+from runtime.scheduling.move import FOREIGN
 from runtime.service import Service
 
 
@@ -63,6 +64,18 @@ class ServiceAdmin:
         if move.outcome != "done":
             raise OrderRefused("not_possible", f"{name}: {move.error}")
         return {"group": name, "plan": plan_told(dispatcher, g), "seconds": move.took_s, "paused_s": move.paused_s}
+
+    async def join_group(self, name: str, target: str) -> dict[str, Any]:
+        donor, g, moves, dispatcher = self._index(name), self._index(target), self._service.control.moves, self._service.dispatcher
+        command = Command(CommandKind.REGROUP, donor, g)
+        if error := moves.why_not(command):
+            is_lasting = error in (FOREIGN, moves.regroup.why_never(donor, g))
+            raise OrderRefused("not_possible" if is_lasting else "conflict", f"{name}: {error}")
+        move = await moves.carry_out(command, "operator", "ordered")
+        if move.outcome != "done":
+            raise OrderRefused("not_possible", f"{name}: {move.error}")
+        ranks = len(dispatcher.telemetry.groups[g].ranks)
+        return {"group": name, "state": "joined", "target": target, "ranks": ranks, "seconds": move.took_s, "paused_s": move.paused_s}
 
     def _index(self, name: str) -> int:
         names = [backend.name for backend in self._service.dispatcher.backends]

@@ -19,6 +19,7 @@ from envs.scenario.scenario_error import ScenarioError, shown
 from envs.scenario.validation import validate
 from envs.scenario.yaml_text import FileKind, read_yaml
 from runtime.gateway.settings import GatewaySettings
+from runtime.gateway.smaller_model import SmallerModelSettings
 from runtime.records.settings import RecordEntry
 from runtime.rollout.settings import RolloutEntry
 from runtime.scheduling.control_settings import ControlSettings
@@ -92,11 +93,24 @@ class TracingEntry(Entry):
     timeout_s: float = Field(default=5.0, gt=0, le=60)
 
 
+class SmallerModelEntry(Entry):
+    """Fields of SmallerModelSettings, by which they are explained. api_key_env: environment variable with the key for that server."""
+
+    url: str
+    model: str = Field(min_length=1, max_length=256)
+    classes: list[str] = ["chat", "batch"]
+    api_key_env: str | None = None
+    max_in_flight: int = Field(default=32, ge=1, le=4096)
+    first_byte_s: float = Field(default=10.0, gt=0, le=600)
+    gap_s: float = Field(default=10.0, gt=0, le=600)
+    answer_s: float = Field(default=60.0, gt=0, le=600)
+
+
 class ServiceEntry(Entry):
     """A whole service file. cluster: file (beside this one) or ready cluster. groups: by the cluster file's names; those not named are
     emulated. dispatch, control, gateway: fields of DispatchSettings, ControlSettings and GatewaySettings. records: see RecordEntry.
     rollout: see RolloutEntry. api_keys_env: environment variable with keys, comma between. drain_s: what streams get to end after
-    SIGTERM. tracing: none."""
+    SIGTERM. tracing: none. smaller_model: none."""
 
     cluster: str | None = None
     bundle: str | None = None
@@ -115,6 +129,7 @@ class ServiceEntry(Entry):
     port: int = Field(default=8000, ge=0, le=PORT_MAX)
     drain_s: int = Field(default=30, ge=0, le=3600)
     tracing: TracingEntry | None = None
+    smaller_model: SmallerModelEntry | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +153,7 @@ class ServiceConfig:
     split_bundle: str | None = None
     rebalance_bundle: str | None = None
     tracing: TracingSettings | None = None
+    smaller_model: SmallerModelSettings | None = None
 
     def bundle_of(self, decision: Decision) -> str | None:
         """Directory of the policy for a kind of decision; None where its heuristic decides."""
@@ -177,6 +193,7 @@ def load_service(config: Path | None, cluster: str | None = None, bundle: str | 
         overrides.get("split_bundle") or _beside(config, entry.split_bundle),
         overrides.get("rebalance_bundle") or _beside(config, entry.rebalance_bundle),
         _tracing(source, entry.tracing),
+        _smaller_model(source, entry.smaller_model),
     )  # fmt: skip
 
 
@@ -187,6 +204,30 @@ def _tracing(source: str, entry: TracingEntry | None) -> TracingSettings | None:
         return TracingSettings(entry.endpoint, entry.share, entry.timeout_s)
     except ValueError as error:
         raise ScenarioError(f"{source}: tracing: {error}") from error
+
+
+def _smaller_model(source: str, entry: SmallerModelEntry | None) -> SmallerModelSettings | None:
+    if entry is None:
+        return None
+    _check_url(f"{source}: smaller_model.url", entry.url)
+    key = _key_in(f"{source}: smaller_model.api_key_env", entry.api_key_env) if entry.api_key_env is not None else ""
+    given = entry.model_dump(exclude={"api_key_env", "classes"})
+    try:
+        return SmallerModelSettings(**given, classes=tuple(entry.classes), api_key=key)
+    except ValueError as error:
+        raise ScenarioError(f"{source}: smaller_model: {error}") from error
+
+
+def _check_url(key: str, url: str | None) -> None:
+    """Raises: ScenarioError for what is no address of an HTTP server."""
+    text = url or ""
+    try:
+        parts = urlsplit(text)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
+    except ValueError:  # a port that is no number
+        is_good = False
+    if not (is_good and text.isascii() and text.isprintable() and " " not in text):
+        raise ScenarioError(f"{key}: {shown(url)} must begin with http:// or https://, then HOST or HOST:PORT")
 
 
 def _beside(config: Path | None, name: str | None) -> str | None:
@@ -225,38 +266,24 @@ def _groups(source: str, entry: ServiceEntry, spec: ClusterSpec) -> tuple[GroupE
             chosen = chosen.model_copy(update={"ranks": ranks})
         elif chosen.ranks is not None:
             raise ScenarioError(f"{source}: groups.{group.name}.ranks: only for kind torch_tp")
-        if chosen.kind == "openai_http" and (problem := _url_problem(chosen.url or "")):
-            raise ScenarioError(f"{source}: groups.{group.name}.url: {shown(chosen.url)} {problem}")
         where = f"{source}: groups.{group.name}"
+        if chosen.kind == "openai_http":
+            _check_url(f"{where}.url", chosen.url)
         for name in ("url", "remote_model", "api_key_env"):
             if chosen.kind != "openai_http" and getattr(chosen, name) is not None:
                 raise ScenarioError(f"{where}.{name}: only for kind openai_http")
-        if chosen.api_key_env is not None and not _is_key(os.environ.get(chosen.api_key_env, "")):
-            raise ScenarioError(f"{where}.api_key_env: the environment has no {shown(chosen.api_key_env)} with a key of printable ASCII")
+        if chosen.api_key_env is not None:
+            _key_in(f"{where}.api_key_env", chosen.api_key_env)
         groups.append(chosen)
     return tuple(groups)
 
 
-def _is_key(text: str) -> bool:
-    """Whether it can stand in a header, where anything else would begin another one."""
-    return bool(text) and text.isascii() and text.isprintable()
-
-
-def _url_problem(url: str) -> str:
-    """Why no server can be asked at `url`; "" where one can."""
-    if not url.startswith(("http://", "https://")):
-        return "must begin with http:// or https://"
-    if not url.isascii() or not url.isprintable() or " " in url:
-        return "must be printable ASCII without spaces"
-    try:
-        parts = urlsplit(url)
-        return (
-            ""
-            if parts.hostname and parts.port != 0 and not parts.query and not parts.fragment
-            else "must be http://HOST:PORT or http://HOST:PORT/PATH"
-        )
-    except ValueError as error:  # of a port or an address
-        return f"cannot be used: {error}"
+def _key_in(key: str, variable: str) -> str:
+    """A server's key from the environment. Raises: ScenarioError without one, and for what would begin another header."""
+    found = os.environ.get(variable, "")
+    if not (found and found.isascii() and found.isprintable()):
+        raise ScenarioError(f"{key}: the environment has no {shown(variable)} with a key of printable ASCII")
+    return found
 
 
 def _settings(source: str, key: str, kind: Any, given: Mapping[str, Any]) -> Any:

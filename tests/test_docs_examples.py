@@ -18,6 +18,7 @@ import pytest
 from agents import heuristics
 from agents.experiment_config import load_experiment
 from envs.scenario.cluster_file import load_cluster
+from runtime.service_config import load_service
 
 PROJECT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "docs/extending.md", "docs/experiments.md", "docs/simulator.md", "docs/tp_engine.md", "docs/service.md"]
@@ -112,7 +113,7 @@ def test_added_router_chooses_and_added_format_reads(tmp_path, monkeypatch, rout
 
 @pytest.mark.parametrize("block", of_language("yaml"), ids=lambda block: block.name)
 def test_yaml_loads(block, tmp_path):
-    """The first line says what it is: an experiment or a cluster."""
+    """The first line says what it is: an experiment, a cluster or a service."""
     path = tmp_path / "mine.yaml"
     path.write_text(block.text, encoding="utf-8")
     kind = block.text.splitlines()[0]
@@ -120,8 +121,10 @@ def test_yaml_loads(block, tmp_path):
         assert load_experiment(str(path)).name == "mine"
     elif kind == "# cluster":
         assert load_cluster(path).groups
+    elif kind == "# service":
+        assert load_service(path).groups
     else:
-        pytest.fail(f"{block.name}: begin the block with '# experiment' or '# cluster'")
+        pytest.fail(f"{block.name}: begin the block with '# experiment', '# cluster' or '# service'")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from envs.decision import split_planner
 from envs.decision.move_candidates import DeclaredHealth, fallback_plan, planned_split, switch_price_s
 from envs.decision.move_prices import copy_s, recompute_s
 from envs.domain.commands import Command, CommandKind
-from envs.domain.plans import SplitPlan, TpGroup
+from envs.domain.plans import SplitPlan
 from envs.group_kernel import layout as L
 from envs.group_kernel.jump import cut_jump
 from envs.group_kernel.plan_switch import move_older_residents, older_blocks, pause_group
@@ -185,11 +185,7 @@ class Moves:
     def _regroup(self, command: Command) -> None:
         """The parked donor's ranks join the target; the donor is gone for good."""
         groups = self._cluster.groups
-        donor, target = groups.groups[command.group_index], groups.groups[command.target_index]
-        merged = TpGroup(
-            target.name, target.model, target.ranks + donor.ranks, target.inner_link, target.outer_link,
-            min(target.host_speed, donor.host_speed),
-        )  # fmt: skip
+        merged = groups.groups[command.target_index].with_ranks_of(groups.groups[command.group_index])
         if len(merged.ranks) > groups.ranks_max:
             return  # masked; a command from elsewhere changes nothing
         health, gives = groups.health[command.target_index], groups.health[command.group_index]

@@ -31,6 +31,8 @@ FAMILIES: dict[CommandKind, str] = {
 }
 """Moves that can undo one another, after which a group stays as it is for a while. Requeueing and migrating undo nothing."""
 SCALES = (CommandKind.SCALE_OUT, CommandKind.SCALE_IN, CommandKind.REGROUP)
+WITHOUT_PAUSE = (CommandKind.SCALE_OUT, CommandKind.SCALE_IN)
+"""Moves that take nobody's serving; a group that others join is restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class MoveDiscipline:
         """A move was made and took its groups' serving `cost_s` seconds."""
         now_s = self._now_s()
         self.debt_s()
-        if command.kind not in SCALES:
+        if command.kind not in WITHOUT_PAUSE:
             for g in _groups_of(command):
                 self._debt_s[g] += max(0.0, cost_s)
         if command.kind in RELIEF:
@@ -179,7 +181,10 @@ class MoveDiscipline:
 
 
 def _groups_of(command: Command) -> tuple[int, ...]:
-    """Groups whose serving the move disturbs: a migrated call is computed again, or its KV taken in, at the target."""
+    """Groups whose serving the move disturbs: a migrated call is computed again, or its KV taken in, at the target; one that others join
+    is restarted, and who joins it serves nobody."""
     if command.kind is CommandKind.MIGRATE:
         return command.group_index, command.target_index
+    if command.kind is CommandKind.REGROUP:
+        return (command.target_index,)
     return (command.group_index,)

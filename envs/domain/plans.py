@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from envs.domain.specs import GpuSpec, LinkSpec, ModelSpec
 
@@ -122,6 +122,16 @@ class TpGroup:
             raise ValueError(f"TpGroup {self.name!r}: no ranks; give at least one")
         if self.host_speed <= 0:
             raise ValueError(f"TpGroup {self.name!r}: host_speed={self.host_speed} must be positive")
+
+    def with_ranks_of(self, donor: TpGroup) -> TpGroup:
+        """This group with the donor's ranks behind its own: its links stay, the slower of the two hosts sets the pace.
+
+        Raises: ValueError where the two serve different models.
+        """
+        if donor.model != self.model:
+            models = f"{self.model.name!r} and {donor.model.name!r}"
+            raise ValueError(f"TpGroup {self.name!r}: {donor.name!r} cannot join it, they serve {models}; join groups of one model")
+        return replace(self, ranks=self.ranks + donor.ranks, host_speed=min(self.host_speed, donor.host_speed))
 
     @property
     def domains(self) -> tuple[tuple[int, ...], ...]:

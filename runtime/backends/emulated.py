@@ -29,6 +29,7 @@ from runtime.backends.emulated_kernel import KernelSettings, PlanSlots, kernel_o
 from runtime.backends.interface import (
     NOTHING,
     OWN_GROUP_COMMANDS,
+    Backend,
     BackendBusy,
     BackendFault,
     BadCall,
@@ -88,10 +89,8 @@ class EmulatedBackend:
     ) -> None:
         self.name = group.name
         self.group_index = group_index
-        self._group, self._limits, self._settings, self._now_s = group, limits, settings or KernelSettings(), now_s
-        self._state = kernel_of(group, limits, self._settings, now_s())
-        self._plans = PlanSlots(self._state, group, limits, self._settings)
-        self._reader = KernelReader(self._state)
+        self._limits, self._settings, self._now_s = limits, settings or KernelSettings(), now_s
+        self._settle(group)
         self._lengths = LengthEstimator()
         self._inside: dict[int, _Inside] = {}
         self._names: dict[int, str] = {}
@@ -101,6 +100,13 @@ class EmulatedBackend:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_dead = False
+
+    def _settle(self, group: TpGroup) -> None:
+        """A kernel of `group`, with nobody inside."""
+        self._group = group
+        self._state = kernel_of(group, self._limits, self._settings, self._now_s())
+        self._plans = PlanSlots(self._state, group, self._limits, self._settings)
+        self._reader = KernelReader(self._state)
         self._report: GroupReport | None = None
 
     async def start(self) -> None:
@@ -114,6 +120,7 @@ class EmulatedBackend:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        self._report = None
 
     @property
     def is_alive(self) -> bool:
@@ -155,6 +162,18 @@ class EmulatedBackend:
         self._report = None
         self._wake.set()
         return SplitDone(self._plans.version, paused_s)
+
+    def why_not_join(self, donor: Backend) -> str:
+        if not isinstance(donor, EmulatedBackend):
+            return f"{donor.name} is of another kind"
+        if donor._group.model != self._group.model:
+            return f"model differs: {self._group.model.name!r} in {self.name}, {donor._group.model.name!r} in {donor.name}"
+        return ""
+
+    def join(self, donor: Backend, merged: TpGroup) -> Callable[[], None]:
+        old = self._group
+        self._settle(merged)
+        return lambda: self._settle(old)
 
     async def give_kv(self, call_id: str, after: int) -> KvPart:
         """It takes what the simulator takes for it, beside the steps."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from envs.domain.commands import CommandKind
-from envs.domain.plans import SplitPlan
+from envs.domain.plans import SplitPlan, TpGroup
 from runtime.backends.sent_text import SentText
 from runtime.calls import Call, Piece
 
@@ -70,9 +70,12 @@ class Begun:
 
 NOTHING = Begun()
 OWN_GROUP_COMMANDS = frozenset(
-    (CommandKind.SET_SPLIT, CommandKind.MIGRATE, CommandKind.SCALE_OUT, CommandKind.SCALE_IN, CommandKind.FALL_BACK, CommandKind.RESTORE)
-)
-"""What a group whose engine is our own carries out. Not REGROUP: two engines' ranks cannot be joined while they serve."""
+    (
+        CommandKind.SET_SPLIT, CommandKind.MIGRATE, CommandKind.SCALE_OUT, CommandKind.SCALE_IN, CommandKind.FALL_BACK,
+        CommandKind.RESTORE, CommandKind.REGROUP,
+    )
+)  # fmt: skip
+"""What a group whose engine is our own carries out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,13 @@ class Backend(Protocol):
 
     async def set_split(self, plan: SplitPlan) -> SplitDone:
         """Let new calls get `plan`, whose widths count as shares; those inside go on. Returns when it is in force. Raises: MoveRefused."""
+
+    def why_not_join(self, donor: Backend) -> str:
+        """Why this group could not be started with the ranks of `donor` behind its own; "" where it could."""
+
+    def join(self, donor: Backend, merged: TpGroup) -> Callable[[], None]:
+        """Not while either runs: from its next start on this group is `merged`, with the donor's ranks behind its own. Returns what
+        makes it the old one again."""
 
     async def give_kv(self, call_id: str, after: int) -> KvPart:
         """Copy the KV of a running call, from token `after` on, to where another group of the same `kv_home` can take it; the call runs on.

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 
 from envs.domain.commands import CommandKind
-from envs.domain.plans import SplitPlan
-from runtime.backends.event_stream import BadEvent, EventReader, Usage
+from envs.domain.plans import SplitPlan, TpGroup
+from runtime.backends.event_stream import DONE, Event, EventLines, Usage, decode_event, decode_json, message_of, seconds_of
 from runtime.backends.http_client import HttpClient, HttpConnection, HttpLost, HttpRefused
 from runtime.backends.interface import (
     NOTHING,
+    Backend,
     BackendBusy,
     BackendError,
     BackendFault,
@@ -45,17 +45,15 @@ METRICS_DEADLINE_S = 2.0
 PROBE_DEADLINE_S = 3.0
 PAGE_BYTES_MAX = 4 << 20
 JSON_HEADER = "content-type: application/json\r\n"
-RETRY_AFTER_DEFAULT_S = 1.0
-TOKEN_CHARS_MAX = 512
-"""More than any token of a real vocabulary has. A server that goes on for ever would fill the memory of an answer that is not streamed."""
-FIRST = (0, None)
 OF_THE_GATEWAY = ("model", "stream", "stream_options", "n", "best_of", "prompt", "messages", "max_tokens", "max_completion_tokens", "user")
 OF_THE_OPERATOR = (401, 403, 404, 405, 408)
 """A wrong key, a model that is not there, a path that is not: nothing of these is the caller's, who is served elsewhere."""
+TOKEN_CHARS_MAX = 512
+"""More than any token of a real vocabulary has. A server that goes on for ever would fill the memory of an answer that is not streamed."""
+FIRST = (0, None)
 GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "tools", "functions")
 
 
-_decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -117,12 +115,18 @@ class OpenAiHttpBackend:
         try:
             async with asyncio.timeout(PROBE_DEADLINE_S):
                 status, data = await self._read(self._client, "POST", "/v1/completions", body)
-            return status == 200 and bool(_decode(data)["choices"])
+            return status == 200 and bool(decode_json(data)["choices"])
         except (OSError, TimeoutError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
     async def set_split(self, plan: SplitPlan) -> SplitDone:
         raise MoveRefused(f"{self.name}: how a foreign server splits its model is its own business")
+
+    def why_not_join(self, donor: Backend) -> str:
+        return f"{self.name}: a foreign server's ranks are its own business"
+
+    def join(self, donor: Backend, merged: TpGroup) -> Callable[[], None]:
+        raise MoveRefused(self.why_not_join(donor))
 
     async def give_kv(self, call_id: str, after: int) -> KvPart:
         raise MoveRefused(f"{self.name}: a foreign server keeps its KV to itself")
@@ -169,7 +173,7 @@ class OpenAiHttpBackend:
         except HttpRefused as error:
             self._refused_running += 1
             raise BackendFault(f"{self.name}: connection refused") from error
-        except (HttpLost, BadEvent) as error:
+        except HttpLost as error:
             raise BackendFault(f"{self.name}: {error}") from error
 
     def _body(self, call: Call) -> dict[str, Any]:
@@ -187,33 +191,38 @@ class OpenAiHttpBackend:
         """What an answer other than 200 means, and for whom."""
         text = (await answer.read(2048)).decode("utf-8", "replace")
         after = answer.headers.get("retry-after")
-        message = f"{self.name}: HTTP {answer.status}: {_message_of(text)}"
+        message = f"{self.name}: HTTP {answer.status}: {message_of(text)}"
         if answer.status == 429 or (answer.status == 503 and after is not None):
-            return BackendBusy(message, _seconds_of(after))
+            return BackendBusy(message, seconds_of(after))
         if 400 <= answer.status < 500 and answer.status not in OF_THE_OPERATOR:
-            return BadCall(_message_of(text), status=answer.status)
+            return BadCall(message_of(text), status=answer.status)
         return BackendFault(message)
 
     async def _pieces(self, answer: HttpConnection, call: Call, is_joined: bool) -> AsyncIterator[Piece]:
         """Pieces of an event stream; events that arrive together are one piece where `is_joined`. The last one waits for the usage that
         follows it. Raises: BackendFault for a broken stream."""
-        reader, index, chars_left = EventReader(), 0, call.max_tokens * TOKEN_CHARS_MAX
+        index, events, chars_left = 0, EventLines(), call.max_tokens * TOKEN_CHARS_MAX
         usage: Usage | None = None
         times: AnswerTimes | None = None
         last: str | None = None  # the finish reason
         texts: list[str] = []
         while chunk := await answer.read_some():
-            for event in reader.take(chunk):
-                if event is None:
+            try:
+                found = events.feed(chunk)
+            except ValueError as error:
+                raise BackendFault(f"{self.name}: {error}") from error
+            for data in found:
+                if data == DONE:
                     yield self._ended(last, texts, index, usage, call, times)
                     return
+                event = self._event(data)
                 usage = event.usage or usage
                 if event.metrics is not None:
                     times = times_of_metrics(event.metrics)
                 for choice in event.choices or ():
                     if choice.index not in FIRST:
                         continue  # nobody asked for a second one
-                    text = choice.said()
+                    text = choice.shown
                     if text:
                         texts.append(text)
                         chars_left -= len(text)
@@ -227,8 +236,7 @@ class OpenAiHttpBackend:
             if texts and last is None:
                 yield _joined(index, texts)
                 index, texts = index + len(texts), []
-        reader.end()
-        if last is None:
+        if last is None or not events.is_whole:
             raise BackendFault(f"{self.name}: the stream was cut after {index} pieces")
         yield self._ended(last, texts, index, usage, call, times)  # some servers end without a word
 
@@ -241,6 +249,15 @@ class OpenAiHttpBackend:
             index, None, "".join(texts), None, reason, call.prompt_tokens if prompt_tokens is None else prompt_tokens,
             index + len(texts) if tokens is None else tokens, tuple(texts) if len(texts) > 1 else (), times,
         )  # fmt: skip
+
+    def _event(self, data: bytes) -> Event:
+        try:
+            event = decode_event(data)
+        except (ValueError, RecursionError) as error:  # msgspec's own errors and those of text that is no UTF-8 are ValueErrors
+            raise BackendFault(f"{self.name}: an event is not what the API says ({str(error)[:200]})") from error
+        if event.error is not None:
+            raise BackendFault(f"{self.name}: error event: {str(event.error)[:200]}")
+        return event
 
     async def _poll_for_ever(self) -> None:
         """Read /metrics where there is such a page. Each poll has a deadline; none waits for another."""
@@ -296,22 +313,3 @@ def times_of_metrics(metrics: Any) -> AnswerTimes | None:
     if not found or not all(isinstance(ms, int | float) and 0.0 <= ms < 1e9 for ms in found):
         return None
     return AnswerTimes(*(ms / 1e3 for ms in found))
-
-
-def _seconds_of(retry_after: str | None) -> float:
-    """Of a Retry-After header, finite and >= 0; the default for none, for a date and for nonsense."""
-    try:
-        after_s = float(retry_after) if retry_after is not None else RETRY_AFTER_DEFAULT_S
-    except ValueError:
-        return RETRY_AFTER_DEFAULT_S
-    return max(0.0, after_s) if math.isfinite(after_s) else RETRY_AFTER_DEFAULT_S
-
-
-def _message_of(text: str) -> str:
-    """The message of an error body, whatever its shape."""
-    try:
-        body = _decode(text.encode())
-    except (msgspec.DecodeError, RecursionError):
-        return " ".join(text.split())[:300]
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

@@ -10,14 +10,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
-from envs.domain.plans import SplitPlan
+from envs.domain.plans import SplitPlan, TpGroup
 from runtime.backends import group_messages as M
 from runtime.backends.interface import (
     NOTHING,
     OWN_GROUP_COMMANDS,
+    Backend,
     BackendBusy,
     BackendError,
     BackendFault,
@@ -55,10 +57,8 @@ class TorchTpBackend(asyncio.Protocol):
     can = OWN_GROUP_COMMANDS
 
     def __init__(self, name: str, group_index: int, settings: M.HostSettings) -> None:
-        self.name, self.group_index, self._settings = name, group_index, settings
-        is_here = not any(rank.get("is_remote") or rank.get("node") for rank in settings.ranks)
-        self.kv_home = f"{settings.model} {settings.dtype}" if is_here else None  # KV crosses in this host's memory
-        self.is_emulation = any(rank.get("slow_factor", 1.0) > 1.0 for rank in settings.ranks)
+        self.name, self.group_index = name, group_index
+        self._settle(settings)
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._cutter = FrameCutter()
@@ -67,8 +67,15 @@ class TorchTpBackend(asyncio.Protocol):
         self._probes: dict[int, asyncio.Future[bool]] = {}
         self._orders: dict[int, asyncio.Future[list[Any]]] = {}
         self._number = 0
-        self._report: GroupReport | None = None
         self._heard_s = 0.0  # when its process last sent a whole message
+
+    def _settle(self, settings: M.HostSettings) -> None:
+        """What the next start starts, and what follows from that."""
+        self._settings = settings
+        is_here = not any(rank.get("is_remote") or rank.get("node") for rank in settings.ranks)
+        self.kv_home = f"{settings.model} {settings.dtype}" if is_here else None  # KV crosses in this host's memory
+        self.is_emulation = any(rank.get("slow_factor", 1.0) > 1.0 for rank in settings.ranks)
+        self._report: GroupReport | None = None  # of other ranks
 
     # --- Backend ------------------------------------------------------------------------------------------------------------
 
@@ -105,6 +112,7 @@ class TorchTpBackend(asyncio.Protocol):
         if self._transport is not None:
             self._say([M.STOP])
         await self._end_process(deadline_s=STOP_DEADLINE_S if self._is_up() else 0.0)
+        self._report = None  # of a process that is let go nothing is true any more
 
     def _is_up(self) -> bool:
         return self._up is not None and self._up.done() and not self._up.cancelled() and self._up.exception() is None
@@ -148,6 +156,21 @@ class TorchTpBackend(asyncio.Protocol):
     async def set_split(self, plan: SplitPlan) -> SplitDone:
         version, paused_s = await self._order(M.RESPLIT, *M.widths_to_wire(plan), deadline_s=RESPLIT_DEADLINE_S)
         return SplitDone(version, paused_s)
+
+    def why_not_join(self, donor: Backend) -> str:
+        if not isinstance(donor, TorchTpBackend):
+            return f"{donor.name} is of another kind"
+        ours, theirs = self._settings, donor._settings
+        for what in ("model", "dtype", "communicator", "supervisor"):  # all that an engine's ranks must agree on
+            if getattr(ours, what) != getattr(theirs, what):
+                return f"{what} differs: {getattr(ours, what)!r} in {self.name}, {getattr(theirs, what)!r} in {donor.name}"
+        return ""
+
+    def join(self, donor: Backend, merged: TpGroup) -> Callable[[], None]:
+        assert isinstance(donor, TorchTpBackend)
+        old = self._settings
+        self._settle(replace(old, ranks=old.ranks + donor._settings.ranks))
+        return lambda: self._settle(old)
 
     async def give_kv(self, call_id: str, after: int) -> KvPart:
         (place,) = await self._order(M.GIVE_KV, call_id, after, deadline_s=KV_DEADLINE_S)

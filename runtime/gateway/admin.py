@@ -45,6 +45,8 @@ class Administered(Protocol):
 
     async def resplit_group(self, name: str, corner: str | None, shares: list[float] | None) -> dict[str, Any]: ...
 
+    async def join_group(self, name: str, target: str) -> dict[str, Any]: ...
+
 
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
@@ -56,11 +58,15 @@ class ResplitBody(msgspec.Struct, forbid_unknown_fields=True):
     shares: Annotated[list[Share], msgspec.Meta(min_length=1, max_length=1024)] | None = None
 
 
+class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
+    target: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
 class EmptyBody(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
-_resplit_body, _empty_body = msgspec.json.Decoder(ResplitBody), msgspec.json.Decoder(EmptyBody)
+_resplit_body, _join_body, _empty_body = (msgspec.json.Decoder(kind) for kind in (ResplitBody, JoinBody, EmptyBody))
 
 
 class Admin:
@@ -78,6 +84,7 @@ class Admin:
             Route("/admin/groups/{name:path}/drain", self.drain, methods=["POST"]),
             Route("/admin/groups/{name:path}/undrain", self.undrain, methods=["POST"]),
             Route("/admin/groups/{name:path}/resplit", self.resplit, methods=["POST"]),
+            Route("/admin/groups/{name:path}/join", self.join, methods=["POST"]),
         ]
 
     def check(self, request: Request) -> None:
@@ -86,7 +93,8 @@ class Admin:
 
     async def state(self, request: Request) -> Response:
         self.check(request)
-        return _json(self._administered.admin_state())
+        smaller = self._shared.smaller.told()
+        return _json(self._administered.admin_state() | ({"smaller_model": smaller} if smaller is not None else {}))
 
     async def requests(self, request: Request) -> Response:
         self.check(request)
@@ -107,6 +115,10 @@ class Admin:
         if body.shares is not None and not (math.isfinite(sum(body.shares)) and sum(body.shares) > 0.0):
             raise invalid('"shares" must be numbers >= 0, one of them above 0.', param="shares")
         return await self._answered(self._administered.resplit_group(request.path_params["name"], body.corner, body.shares))
+
+    async def join(self, request: Request) -> Response:
+        body: JoinBody = await self._order(request, _join_body)
+        return await self._answered(self._administered.join_group(request.path_params["name"], body.target))
 
     async def _order(self, request: Request, decoder: msgspec.json.Decoder[Any]) -> Any:
         """The body of an order, checked. Raises: ApiError."""

@@ -14,6 +14,11 @@ from runtime.torch_tp.requests import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 EVENT_END = b"\n\n"
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 FINISH_REASONS = ("stop", "length", "content_filter", "tool_calls", "function_call")
 """The API's. Any other end of a piece is an error."""
 

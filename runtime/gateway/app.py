@@ -27,6 +27,7 @@ from runtime.gateway.probes import Probes, error_response
 from runtime.gateway.prompt_text import PromptTexts, TextCodec
 from runtime.gateway.request_headers import RequestHeaders
 from runtime.gateway.settings import GatewaySettings
+from runtime.gateway.smaller_model import SmallerModelSettings
 from runtime.tracing.tracer import Tracer
 
 
@@ -76,12 +77,14 @@ def make_app(
     load_text: Callable[[str], TextCodec] = load_tokenizer,
     tracer: Tracer | None = None,
     administered: Administered | None = None,
+    smaller_model: SmallerModelSettings | None = None,
 ) -> GatewayApp:
     """The application over a dispatcher that runs already, or that its caller starts. `app.state`: `generation` (set `is_draining` to
     take nothing in any more), `metrics` (its `registry` takes further collectors); its caller may add `reloader` and
     `rollout`. tracer: closed by whoever made it.
 
-    administered: what stands behind /admin; without it there is none. The tokenizers of all models are loaded before the first request
+    administered: what stands behind /admin; without it there is none. smaller_model: where calls go that would be refused under pressure;
+    `app.state.generation.smaller` takes another one at any time. The tokenizers of all models are loaded before the first request
     is taken.
     """
     chosen = settings or GatewaySettings()
@@ -91,6 +94,8 @@ def make_app(
     texts = PromptTexts(load_text, chosen.tokeniser_threads)
     maker = CallMaker(chosen, dispatcher.models, texts)
     shared = Generation(dispatcher, chosen, ApiKeys(chosen.api_keys), maker, RequestIds(), metrics, tracer)
+    shared.smaller.use(smaller_model)
+    metrics.registry.register(shared.smaller)
     probes = Probes(shared, version())
 
     @asynccontextmanager
@@ -102,6 +107,7 @@ def make_app(
             yield
         finally:
             texts.close()
+            shared.smaller.close()
 
     async def told(request: Request, error: Exception) -> Response:
         """Errors of all but the two endpoints that make text, which tell their own."""

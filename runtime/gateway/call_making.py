@@ -9,11 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import UNSET
-
 from envs.domain.requests import CLASS_INDEX, LABEL_ALIASES, SERVICE_CLASSES, class_of_label
 from runtime.calls import Call
 from runtime.gateway import openai_schemas as schemas
+from runtime.gateway.asked_prompts import (
+    Prompt,
+    foreign_chat,
+    foreign_prompt,
+    own_prompts,
+    prompts_in,
+    template_message,
+    template_variables,
+)
 from runtime.gateway.errors import ApiError, invalid, model_not_found
 from runtime.gateway.interface import ServedModel
 from runtime.gateway.prompt_text import ModelText, PromptTexts
@@ -23,12 +30,10 @@ from runtime.torch_tp.requests import SEED_LIMIT, SamplingSettings
 
 COMPLETION_TOKENS_DEFAULT = 16
 """The API's own default of /v1/completions."""
-FOREIGN_CHARS_PER_TOKEN = 4
-"""A guess for models whose tokenizer is not ours; it only weighs a call, it refuses none."""
-OURS_TO_DO = frozenset(
-    ("n", "best_of", "stream", "stream_options", "echo", "prompt", "priority", "service_class", "service_tier", "session_id")
-)
-"""Fields that the gateway carries out, or that mean something else elsewhere: not part of what a foreign backend is sent."""
+MEANT_HERE = frozenset(("priority", "service_class", "service_tier", "session_id"))
+"""Fields that mean something to this service alone, or something else elsewhere."""
+OURS_TO_DO = MEANT_HERE | {"n", "best_of", "stream", "stream_options", "echo", "prompt"}
+"""Fields that the gateway carries out, and those above: not part of what a foreign backend is sent."""
 SERVICE_TIERS = ("auto", "default", "flex", "priority", "scale")
 
 
@@ -40,17 +45,6 @@ class Received:
     headers: RequestHeaders
     own_id: str
     arrival_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt: its ids (empty where the tokenizer is not ours), tokens (exact or estimated), how a foreign server is sent it, and
-    its text where the answer shall begin with it."""
-
-    ids: tuple[int, ...]
-    tokens: int
-    as_sent: Any = None
-    echoed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +96,18 @@ class CallMaker:
         raw = schemas.as_mapping(received.data, model.is_foreign)
         text = None
         if model.is_foreign:
-            tokens = _chars_in(raw["messages"]) // FOREIGN_CHARS_PER_TOKEN + 1
-            prompt = Prompt((), tokens)
+            prompt = foreign_chat(raw["messages"])
         else:
             text = await self._texts.of(model)
-            messages = [_template_message(message, place) for place, message in enumerate(body.messages)]
-            ids = await self._texts.run(text.ids_of_chat, messages, _template_variables(body.chat_template_kwargs))
+            messages = [template_message(message, place) for place, message in enumerate(body.messages)]
+            ids = await self._texts.run(text.ids_of_chat, messages, template_variables(body.chat_template_kwargs))
             prompt = Prompt(ids, len(ids))
         return self._asked("chat", body, model, text, [prompt], wanted, raw, received)
 
     async def completion(self, received: Received) -> Asked:
         """Raises: ApiError for whatever the caller must change."""
         body, model = self._decoded(received.data, schemas.CompletionBody, schemas.ForeignCompletionBody)
-        sources = _prompts_in(body.prompt)
+        sources = prompts_in(body.prompt)
         if len(sources) * (body.n or 1) > self.settings.choices_max:
             raise invalid(f"{len(sources)} prompts × n={body.n or 1} is more than {self.settings.choices_max} answers.", "prompt")
         wanted = None if body.logprobs is None else self._logprobs(body.logprobs, "logprobs", model)
@@ -126,10 +119,10 @@ class CallMaker:
         raw = schemas.as_mapping(received.data, model.is_foreign)
         if model.is_foreign:
             text = None
-            prompts = [_foreign_prompt(source, bool(body.echo)) for source in sources]
+            prompts = [foreign_prompt(source, bool(body.echo)) for source in sources]
         else:
             text = await self._texts.of(model)
-            prompts = await self._texts.run(_own_prompts, text, sources, bool(body.echo))
+            prompts = await self._texts.run(own_prompts, text, sources, bool(body.echo))
         return self._asked("completion", body, model, text, prompts, wanted, raw, received)
 
     def _decoded(self, data: bytes, own: type[Any], foreign: type[Any]) -> tuple[Any, ServedModel]:
@@ -282,87 +275,6 @@ def _too_long(kind: str, tokens_max: int, prompt_tokens: int, wanted: int) -> Ap
     )
 
 
-def _prompts_in(prompt: str | list[Any]) -> Sequence[str | list[int]]:
-    """The prompts of a completion request: one, or a list of them. Raises: ApiError 400 when there is none, or a mixture."""
-    if isinstance(prompt, str):
-        return (prompt,)
-    kinds = set(map(type, prompt))
-    if len(kinds) != 1:
-        raise invalid("'prompt' must be a text, token ids, or a list of texts or of lists of token ids.", "prompt")
-    return (prompt,) if kinds == {int} else prompt
-
-
-def _own_prompts(text: ModelText, sources: Sequence[str | list[int]], is_echoed: bool) -> list[Prompt]:
-    """Runs in a tokenizer's thread. Raises: ApiError 400 for an empty prompt or an id beyond the vocabulary."""
-    prompts = []
-    for source in sources:
-        if isinstance(source, str):
-            ids, echoed = text.ids_of_text(source), source if is_echoed else ""
-        else:
-            ids = tuple(source)
-            if ids and not (min(ids) >= 0 and max(ids) < text.vocabulary):
-                raise invalid(f"Token ids of 'prompt' must be within 0 to {text.vocabulary - 1}.", "prompt")
-            fits = text.tokens_max is None or len(ids) <= text.tokens_max
-            echoed = text.text_of(ids) if is_echoed and fits else ""
-        if not ids:
-            raise invalid("'prompt' has no tokens.", "prompt")
-        prompts.append(Prompt(ids, len(ids), source, echoed))
-    return prompts
-
-
-def _foreign_prompt(source: str | list[int], is_echoed: bool) -> Prompt:
-    if isinstance(source, str):
-        return Prompt((), len(source) // FOREIGN_CHARS_PER_TOKEN + 1, source, source if is_echoed else "")
-    if is_echoed:
-        raise ApiError(
-            400, "'echo' of token ids is not supported for this model: its tokenizer is elsewhere.", param="echo", code="unsupported",
-            reason="unsupported",
-        )  # fmt: skip
-    return Prompt((), len(source), source)
-
-
-def _template_message(message: schemas.Message, place: int) -> dict[str, Any]:
-    """A message as chat templates expect it. Raises: ApiError 400 for content that is no text."""
-    where = f"messages[{place}]"
-    for name in ("tool_calls", "function_call"):
-        value = getattr(message, name)
-        if value is not UNSET and bytes(value) not in schemas.EMPTY:
-            raise ApiError(
-                400, f"'{name}' is not supported by this model.", param=f"{where}.{name}", code="unsupported", reason="unsupported"
-            )
-    content = message.content
-    if isinstance(content, list):
-        for number, part in enumerate(content):
-            if part.type != "text":
-                raise ApiError(
-                    400, f"Only parts of type 'text' are understood by this model, got '{part.type[:64]}'.",
-                    param=f"{where}.content[{number}].type", code="unsupported", reason="unsupported",
-                )  # fmt: skip
-            if part.text is None:
-                raise invalid("A part of type 'text' needs 'text'.", f"{where}.content[{number}].text")
-        content = "\n".join(part.text or "" for part in content)
-    # `developer` is the API's newer word for what templates know as `system`
-    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
-    if message.name is not None:
-        made["name"] = message.name
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
-    return made
-
-
-TEMPLATE_VARIABLES_RESERVED = frozenset(
-    ("messages", "add_generation_prompt", "self", "bos_token", "eos_token", "unk_token", "pad_token", "raise_exception", "strftime_now")
-)
-
-
-def _template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    variables = dict(given or {})
-    for name in variables:
-        if name in TEMPLATE_VARIABLES_RESERVED or not name.isidentifier() or len(variables) > 32:
-            raise invalid(f"'{name[:64]}' cannot be set for a chat template.", "chat_template_kwargs")
-    return variables
-
-
 def _stop_ids(ids: list[int] | None, text: ModelText | None) -> tuple[int, ...]:
     if ids and (min(ids) < 0 or max(ids) >= (text.vocabulary if text else 2**31)):
         raise invalid("'stop_token_ids' has ids beyond the vocabulary.", "stop_token_ids")
@@ -405,15 +317,3 @@ def _priority(body: schemas.Settings, headers: RequestHeaders, class_index: int)
     if from_header is not None:
         return from_header
     return SERVICE_CLASSES[class_index].priority + (body.service_tier == "priority")
-
-
-def _chars_in(messages: Sequence[Any]) -> int:
-    """Characters of text in messages that another server judges."""
-    chars = 0
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, str):
-            chars += len(content)
-        elif isinstance(content, list):
-            chars += sum(len(part["text"]) for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
-    return chars

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from runtime.calls import Piece, Refusal
-from runtime.gateway.answers import Answer, Choice, deadline_passed, error_events
+from runtime.calls import PRESSURE, Piece, Refusal
+from runtime.gateway.answers import STREAM_HEADERS, Answer, Choice, deadline_passed, error_events
 from runtime.gateway.api_keys import ApiKeys
 from runtime.gateway.call_making import Asked, CallMaker, Received, RequestIds
 from runtime.gateway.departure import Watch
 from runtime.gateway.errors import JSON_TYPE, ApiError, Headers, from_refusal, internal_error
+from runtime.gateway.forwarding import Forwarding, SmallerModelDesk
 from runtime.gateway.interface import Dispatcher
 from runtime.gateway.merging import close, merged
 from runtime.gateway.metrics import Metrics
@@ -36,11 +37,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 LAST_WORDS_S = 5.0
 """How long a caller that does not read may hold up the event that says its deadline passed."""
 RECENT_MAX = 64
-STREAM_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
 
 
 class Gone(Exception):
@@ -55,7 +51,7 @@ class Generation:
         tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         self.dispatcher, self.settings, self.keys, self.maker, self.ids, self.metrics = dispatcher, settings, keys, maker, ids, metrics
-        self.tracer = tracer
+        self.tracer, self.smaller = tracer, SmallerModelDesk()
         self.recent: deque[RequestNotes] = deque(maxlen=RECENT_MAX)  # the last to end
         self.is_draining = False
 
@@ -64,6 +60,9 @@ class Generation:
         notes.ended_s = time.monotonic()
         self.recent.append(notes)
         self.metrics.take_notes(notes)
+        for call in notes.calls:
+            if call.when_over is not None:
+                call.when_over()
         if self.tracer is not None:
             self.tracer.ended(notes)
 
@@ -141,11 +140,12 @@ class Exchange:
             data = await self._read_body()
             watch = Watch(self._scope, self._receive)
             asked = await make(Received(data, self._headers, self._own_id, self._arrival_s))
-            del data  # it is not kept while the answer is made
-            self._note_asked(asked)
+            spare = data if self._may_be_smaller(asked) else None
+            del data  # it is not kept while the answer is made, but for the smaller model
+            self._note_asked(asked, spare is not None)
             self._shared.metrics.prompt_making.add(self.notes.prompt_made_s - self._arrival_s)
             watch.set_deadline(asked.calls[0].deadline_s - time.monotonic() + self._shared.settings.deadline_grace_s)
-            await self._serve(asked, watch)
+            await self._serve_or_forward(asked, watch, spare)
         except Gone:
             self._count_departure()
         except asyncio.CancelledError:
@@ -176,14 +176,19 @@ class Exchange:
                 async with asyncio.timeout(LAST_WORDS_S):
                     await self._tell(error)
 
-    def _note_asked(self, asked: Asked) -> None:
+    def _may_be_smaller(self, asked: Asked) -> bool:
+        """Raises: ApiError 400 for a header that says neither."""
+        model = self._shared.smaller.model
+        return model is not None and self._headers.allows_smaller_model and model.serves(asked.calls[0].class_index)
+
+    def _note_asked(self, asked: Asked, has_smaller: bool) -> None:
         notes, first = self.notes, asked.calls[0]
         notes.prompt_made_s, notes.is_stream = time.monotonic(), asked.is_stream
         notes.model, notes.class_index = asked.model, first.class_index
         notes.calls = [call.notes for call in asked.calls]
         notes.prompt_tokens = sum(prompt.tokens for prompt in asked.prompts)
         for call in notes.calls:
-            call.trace = notes.trace
+            call.trace, call.has_smaller = notes.trace, has_smaller
 
     async def _read_body(self) -> bytes:
         """Raises: ApiError 413 for too many bytes, 429 when all together are too many, 408 when they do not come."""
@@ -222,6 +227,22 @@ class Exchange:
                 headers=[(b"connection", b"close")],
             )  # fmt: skip
 
+    async def _serve_or_forward(self, asked: Asked, watch: Watch, spare: bytes | None) -> None:
+        """spare: the body, where a refusal under pressure need not be the end."""
+        try:
+            await self._serve(asked, watch)
+        except Refusal as refusal:
+            smaller = self._shared.smaller
+            if spare is None or smaller.model is None or refusal.reason not in PRESSURE or self._has_started:
+                raise
+            forwarding = Forwarding(smaller, self._shared.metrics, self.notes, self._start_forwarded, self._send)
+            if not await forwarding.run(asked, spare, refusal.reason, watch.stop):
+                raise
+
+    async def _start_forwarded(self, headers: Headers) -> None:
+        self._answer = None  # it is another model's, which has counts of its own
+        await self._start(200, headers)
+
     async def _serve(self, asked: Asked, watch: Watch) -> None:
         answer = self._answer = Answer(asked)
         self._gaps = self._shared.metrics.of_model(asked.model).gap[asked.calls[0].class_index]
@@ -244,7 +265,7 @@ class Exchange:
         watch.stop()
         self._count_answer(answer)
         if not asked.is_stream:
-            await self._start(200, [JSON_TYPE, (b"content-length", b"%d" % len(last)), *self._degraded(answer)])
+            await self._start(200, [JSON_TYPE, (b"content-length", b"%d" % len(last)), *self._degraded])
         await self._send({"type": "http.response.body", "body": last})
 
     async def _show(self, answer: Answer, place: int, piece: Piece) -> None:
@@ -259,15 +280,15 @@ class Exchange:
             return
         self._pending += answer.events(place, piece)
         if not self._has_started:
-            await self._start(200, [*STREAM_HEADERS, *self._degraded(answer)])
+            await self._start(200, [*STREAM_HEADERS, *self._degraded])
         if self._pending and (piece.finish_reason is None or any(choice.finish_reason is None for choice in answer.choices)):
             data, self._pending = self._pending, b""
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    def _degraded(self, answer: Answer) -> Headers:
-        """What was taken from the answers under pressure; nothing, nearly always."""
-        told = {call.notes.degraded for call in answer.asked.calls if call.notes.degraded}
-        return [(b"x-ballast-degraded", ", ".join(sorted(told)).encode())] if told else []
+    @property
+    def _degraded(self) -> Headers:
+        told = self.notes.degraded
+        return [(b"x-ballast-degraded", told.encode())] if told else []
 
     def _take(self, answer: Answer, choice: Choice, piece: Piece, is_kept: bool) -> None:
         choice.take(piece, is_kept)
@@ -322,16 +343,11 @@ class Exchange:
             counts.output_tokens += self.notes.output_tokens
 
     def _count_answer(self, answer: Answer) -> None:
-        counts = self._shared.metrics.of_model(answer.asked.model)
-        usage = answer.usage()
-        counts.prompt_tokens += usage["prompt_tokens"]
-        counts.output_tokens += usage["completion_tokens"]
-        notes = self.notes
+        usage, notes = answer.usage(), self.notes
         notes.prompt_tokens, notes.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         notes.finish_reasons = tuple(choice.finish_reason or "" for choice in answer.choices)
-        counts.prompt_spread.add(usage["prompt_tokens"])
-        counts.output_spread.add(usage["completion_tokens"])
-        for choice in answer.choices:
-            counts.finished["length" if choice.finish_reason == "length" else "stop"] += 1
-        counts.e2e[answer.asked.calls[0].class_index].add(time.monotonic() - self._arrival_s)
+        self._shared.metrics.of_model(answer.asked.model).answered(
+            answer.asked.calls[0].class_index, notes.prompt_tokens, notes.output_tokens, notes.finish_reasons,
+            time.monotonic() - self._arrival_s,
+        )  # fmt: skip
         self._answer = None  # counted

@@ -77,6 +77,16 @@ class ModelCounts:
     prompt_spread: Spread = field(default_factory=lambda: Spread(TOKEN_BOUNDS))
     output_spread: Spread = field(default_factory=lambda: Spread(TOKEN_BOUNDS))
 
+    def answered(self, class_index: int, prompt_tokens: int, output_tokens: int, finish_reasons: Iterable[str], took_s: float) -> None:
+        """A request came to its answer's end, took_s after its arrival."""
+        self.prompt_tokens += prompt_tokens
+        self.output_tokens += output_tokens
+        self.prompt_spread.add(prompt_tokens)
+        self.output_spread.add(output_tokens)
+        for reason in finish_reasons:
+            self.finished["length" if reason == "length" else "stop"] += 1
+        self.e2e[class_index].add(took_s)
+
 
 class Metrics(Collector):
     """The counters, and the registry that other parts may add their own collectors to."""

@@ -30,6 +30,7 @@ def _request(notes: RequestNotes, epoch_s: float) -> dict[str, Any]:
         "stream": notes.is_stream,
         "status": notes.status,
         "error": notes.error,
+        "degraded": notes.degraded,
         "prompt_tokens": notes.prompt_tokens,
         "output_tokens": notes.output_tokens,
         "took_s": notes.ended_s - notes.arrival_s,

@@ -11,7 +11,7 @@ from runtime.gateway.errors import invalid
 WANTED = frozenset(
     (
         b"authorization", b"content-length", b"x-request-id", b"x-priority", b"x-service-class", b"x-session-id", b"x-user-id",
-        b"x-request-timeout-s", b"traceparent",
+        b"x-request-timeout-s", b"x-smaller-model", b"traceparent",
     )
 )  # fmt: skip
 REQUEST_ID_CHARS_MAX = 128
@@ -76,6 +76,14 @@ class RequestHeaders:
         if not -100 <= priority <= 100:
             raise invalid("The header x-priority must be a whole number within -100 to 100 (higher goes first).", "x-priority")
         return priority
+
+    @property
+    def allows_smaller_model(self) -> bool:
+        """Raises: ApiError 400 for a word that is not known: who wrote "off" must not be answered by another model after all."""
+        value = self.values.get(b"x-smaller-model")
+        if value is not None and value.strip().lower() != b"no":
+            raise invalid("The header x-smaller-model can only be 'no'; leave it out to allow one.", "x-smaller-model")
+        return value is None
 
     def text(self, name: bytes) -> str | None:
         value = self.values.get(name)

@@ -16,6 +16,7 @@ import numpy as np
 
 from envs.decision import predictor as P
 from envs.decision.observation import CONTEXT, FEATURES, OBSERVATION_VERSION
+from envs.domain.commands import CommandKind
 from envs.domain.requests import SERVICE_CLASSES
 from runtime.scheduling.online_scheduler import Made
 
@@ -41,7 +42,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One decision. at_s: since the run's start. request: the number that links decisions of one call. mask: "1" for an allowed candidate.
     chosen: the candidate that was followed. source, cause: who chose it and why not the policy. arm: of a rollout. took_s: the whole
     decision. expected_ttft_s, expected_tpot_s: predicted, where a group was chosen. utility: predicted utility of each group. scores: the
-    policy's, None for a candidate that was not allowed. candidates (C x F), context (K): the observation."""
+    policy's, None for a candidate that was not allowed. has_smaller: it was refused, and where that was
+    for pressure the smaller model was next. candidates (C x F), context (K): the observation."""
 
     at_s: float
     request: int
@@ -55,6 +57,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     took_s: float
     cause: str = ""
     arm: str = ""
+    has_smaller: bool = False
     expected_ttft_s: float | None = None
     expected_tpot_s: float | None = None
     utility: list[float] | None = None
@@ -89,6 +92,7 @@ class DecisionFacts:
     source: str
     cause: str
     arm: str
+    has_smaller: bool
     took_s: float
     expected_s: tuple[float, float] | None
     utility: np.ndarray | None
@@ -104,10 +108,11 @@ def head_line(groups: list[str], started_unix_s: float) -> str:
 def facts_of(made: Made, at_s: float, arm: str, has_observation: bool) -> DecisionFacts:
     request, decided, point = made.question.request, made.decided, made.point
     observation = made.observation if has_observation else None
+    has_smaller = made.question.has_smaller and decided.command.kind is CommandKind.REFUSE
     estimates = point.estimates if observation is not None else None
     return DecisionFacts(
         at_s, request.request_id, request.class_index, request.prompt_tokens, request.attempts, point.mask, decided.index,
-        decided.command.kind.name.lower(), decided.source, decided.cause, arm, decided.took_s, decided.expected_s,
+        decided.command.kind.name.lower(), decided.source, decided.cause, arm, has_smaller, decided.took_s, decided.expected_s,
         estimates[:, P.E_UTILITY] if estimates is not None else None, made.scores, observation,
     )  # fmt: skip
 
@@ -128,6 +133,7 @@ def line_of(facts: DecisionFacts) -> str:
         took_s=round(facts.took_s, 9),
         cause=facts.cause,
         arm=facts.arm,
+        has_smaller=facts.has_smaller,
         expected_ttft_s=expected[0],
         expected_tpot_s=expected[1],
         utility=facts.utility.tolist() if facts.utility is not None else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import Metric
@@ -14,6 +15,7 @@ from prometheus_client.registry import Collector
 from envs.domain.requests import SERVICE_CLASSES
 from envs.scenario.scenario_error import ScenarioError
 from envs.traces.formats.ballast import head_line as trace_head
+from runtime.calls import PRESSURE
 from runtime.records import decision_records, request_records
 from runtime.records.line_writer import LineWriter, started_stamp
 from runtime.records.settings import RecordEntry
@@ -70,6 +72,13 @@ class Recorder(Collector):
         yield family
 
     def _call_ended(self, account: CallAccount) -> None:
+        """Where a refusal need not be the end of it, what comes after belongs in its record."""
+        if account.call.notes.has_smaller and account.end in PRESSURE:
+            account.call.notes.when_over = partial(self._record, account)
+        else:
+            self._record(account)
+
+    def _record(self, account: CallAccount) -> None:
         self._requests.put(request_records.facts_of(account, self._started_s, self._settings.prompt_ids))
 
     def _decided(self, made: Made) -> None:

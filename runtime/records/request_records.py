@@ -41,6 +41,7 @@ class RequestFacts:
     group: str | None
     source: str
     cause: str
+    degraded: str
     expected_s: tuple[float, float] | None
     ttft_s: float
     tpot_s: float
@@ -54,7 +55,7 @@ def facts_of(account: CallAccount, started_s: float, has_prompt: bool) -> Reques
     return RequestFacts(
         call.call_id, account.arrival_s - started_s, call.prompt_tokens, account.tokens, call.max_tokens, call.class_index, call.priority,
         call.session, call.user, block_keys(call.prompt_ids), call.prompt_ids if has_prompt else (), account.end, account.arm,
-        account.attempts, group, source, cause, expected_s, account.ttft_s,
+        account.attempts, group, source, cause, call.notes.degraded, expected_s, account.ttft_s,
         account.tpot_s if account.tokens else math.nan, account.last_s - account.arrival_s,
     )  # fmt: skip
 
@@ -78,7 +79,8 @@ class RequestLines:
         expected = facts.expected_s or (math.nan, math.nan)
         extra: dict[str, Any] = {
             "request": facts.call_id, "end": facts.end, "user": self._name(facts.user), "group": facts.group, "attempts": facts.attempts,
-            "source": facts.source, "cause": facts.cause, "arm": facts.arm, "prompt_ids": list(facts.prompt_ids),
+            "source": facts.source, "cause": facts.cause, "degraded": facts.degraded, "arm": facts.arm,
+            "prompt_ids": list(facts.prompt_ids),
         }  # fmt: skip
         times = {
             "ttft_s": facts.ttft_s, "tpot_s": facts.tpot_s, "e2e_s": facts.finish_s, "expected_ttft_s": expected[0],

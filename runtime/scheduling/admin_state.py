@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.decision.circuit_breaker import CircuitBreaker, State
 from envs.decision.overload import FRESH_S
 from envs.decision.split_planner import CORNERS
 from envs.domain.commands import CommandKind
@@ -14,9 +13,10 @@ from envs.domain.requests import SERVICE_CLASSES
 from envs.domain.snapshot import ClusterSnapshot
 from envs.perf_model import memory_fit
 from runtime.backends.interface import GroupReport
+from runtime.breaker_told import breaker_told
 from runtime.scheduling.control_loop import ControlLoop
 from runtime.scheduling.dispatcher import Dispatcher
-from runtime.scheduling.move_execution import FOREIGN, NO_REGROUP, Move
+from runtime.scheduling.move import FOREIGN, Move
 from runtime.scheduling.policy_guard import PolicyGuard
 from runtime.scheduling.recent_decisions import finite, name_of
 
@@ -41,7 +41,7 @@ def state_of(
     decisions = dispatcher.scheduler.recent.told(names) + control.recent.told(names)
     return {
         "groups": [
-            _group(dispatcher, view, g, kinds[g], states[g], float(debt_s[g])) for g in range(len(names))
+            _group(dispatcher, view, g, kinds[g], states[g], float(debt_s[g]), control.moves.why_gone(g)) for g in range(len(names))
         ],
         "moves": [move_told(move, names) for move in control.moves.log],
         "moves_under_way": [move_told(move, names) for move in dict.fromkeys(control.moves.under_way.values())],
@@ -83,15 +83,6 @@ def _overload(dispatcher: Dispatcher) -> dict[str, Any]:
     }
 
 
-def breaker_told(breaker: CircuitBreaker, now_s: float) -> dict[str, Any]:
-    return {
-        "state": breaker.state.name.lower(),
-        "reason": breaker.reason if breaker.state is not State.CLOSED else "",
-        "next_probe_s": breaker.next_probe_s,
-        "pause_left_s": max(0.0, breaker.pause_until_s - now_s),
-    }
-
-
 def move_told(move: Move, names: Sequence[str]) -> dict[str, Any]:
     command = move.command
     return {
@@ -112,8 +103,8 @@ def move_told(move: Move, names: Sequence[str]) -> dict[str, Any]:
 
 
 def plan_told(dispatcher: Dispatcher, g: int) -> dict[str, Any] | None:
-    """The plan in force, as the group reports it or else as it is believed to be; None of a foreign group."""
-    if CommandKind.SET_SPLIT not in dispatcher.backends[g].can:
+    """The plan in force, as the group reports it or else as it is believed to be; None of a foreign group, and of one that is no more."""
+    if CommandKind.SET_SPLIT not in dispatcher.backends[g].can or g in dispatcher.telemetry.joined:
         return None
     plan, report = dispatcher.plans.plans[g], dispatcher.telemetry.reports[g]
     corner = dispatcher.telemetry.corner(g)
@@ -144,14 +135,13 @@ def _decider(
     }
 
 
-def _group(dispatcher: Dispatcher, view: ClusterSnapshot, g: int, kind: str, state: tuple[str, str], debt_s: float) -> dict[str, Any]:
+def _group(
+    dispatcher: Dispatcher, view: ClusterSnapshot, g: int, kind: str, state: tuple[str, str], debt_s: float, why_gone: str
+) -> dict[str, Any]:
     backend, telemetry = dispatcher.backends[g], dispatcher.telemetry
     report, rates = telemetry.reports[g], dispatcher.plans.rates[g]
-    can = [command for command in GROUP_COMMANDS if command in backend.can or command is CommandKind.REQUEUE]
-    cannot = {
-        command.name.lower(): NO_REGROUP if command is CommandKind.REGROUP and backend.can else FOREIGN
-        for command in GROUP_COMMANDS if command not in can
-    }  # fmt: skip
+    can = [command for command in GROUP_COMMANDS if not why_gone and (command in backend.can or command is CommandKind.REQUEUE)]
+    cannot = {command.name.lower(): why_gone or FOREIGN for command in GROUP_COMMANDS if command not in can}
     return {
         "name": backend.name,
         "kind": kind,
@@ -166,7 +156,7 @@ def _group(dispatcher: Dispatcher, view: ClusterSnapshot, g: int, kind: str, sta
         "running_limit": int(view.running_limit[g]),
         "queue_limit": int(view.queue_limit[g]),
         "attempts": int(dispatcher.served[g]),
-        "kv": _kv(view, g, report, is_foreign=not backend.can),
+        "kv": _kv(view, g, report, is_declared=bool(backend.can) and not why_gone),
         "report_age_s": float(view.report_age_s[g]) if report is not None else None,
         "step_s": float(view.step_s[g]) or None,
         "step_ratio": float(view.correction[g]),
@@ -176,15 +166,15 @@ def _group(dispatcher: Dispatcher, view: ClusterSnapshot, g: int, kind: str, sta
         "plan": plan_told(dispatcher, g),
         "move_debt_s": debt_s,
         "breaker": breaker_told(dispatcher.panel.breakers[g], view.now_s),
-        "ranks": _ranks(dispatcher, view, g),
+        "ranks": [] if why_gone else _ranks(dispatcher, view, g),
     }
 
 
-def _kv(view: ClusterSnapshot, g: int, report: GroupReport | None, is_foreign: bool) -> dict[str, Any]:
-    """Of a foreign group only what it tells: its declared memory is a guess."""
+def _kv(view: ClusterSnapshot, g: int, report: GroupReport | None, is_declared: bool) -> dict[str, Any]:
+    """Of a foreign group (not is_declared) only what it tells: its declared memory is a guess."""
     total = int(view.kv_blocks_total[g])
     used = total - int(view.kv_blocks_free[g])
-    is_told = not is_foreign or (report is not None and (report.kv_blocks_total is not None or report.kv_used_fraction is not None))
+    is_told = is_declared or (report is not None and (report.kv_blocks_total is not None or report.kv_used_fraction is not None))
     return {
         "tokens_total": total * view.kv_block_tokens if is_told else None,
         "tokens_used": used * view.kv_block_tokens if is_told else None,

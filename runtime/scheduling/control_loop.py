@@ -20,7 +20,7 @@ from agents.heuristics import make as make_heuristic
 from agents.heuristics.controlling import GAIN, KEEP, PRICE, TARGET_BACKLOG
 from envs.decision.actions import Decision, DecisionPoint, Scheduler
 from envs.decision.move_candidates import DeclaredHealth, MoveCandidates, rebalance_candidates, split_candidates
-from envs.decision.move_discipline import MoveDiscipline
+from envs.decision.move_discipline import SCALES, MoveDiscipline
 from envs.decision.observation import encode
 from envs.domain.commands import CommandKind
 from runtime.scheduling.control_settings import ControlSettings
@@ -40,7 +40,7 @@ def reason_of(found: MoveCandidates, index: int) -> str:
     """What a move is expected to bring, in words."""
     kind, gain = found.commands[index].kind, float(found.moves[index, GAIN])
     pressure_s = float(np.expm1(found.moves[index, TARGET_BACKLOG]))
-    if kind in (CommandKind.SCALE_OUT, CommandKind.SCALE_IN):
+    if kind in SCALES:
         return f"mean backlog {pressure_s:.2f} s"
     what = "starts" if kind is CommandKind.REQUEUE else "steps"
     return f"{what} predicted {np.exp(gain):.2f} times as fast"
@@ -187,7 +187,8 @@ class ControlLoop:
         )  # fmt: skip
 
     def _with_measured_prices(self, found: MoveCandidates) -> MoveCandidates:
-        """A change of split costs what the last ones of its group did, where there were any, and so does moving a call."""
+        """A change of split costs what the last ones of its group did, where there were any, and so does moving a call; joining ranks to a
+        group costs a start, as the last ones took."""
         moves = found.moves.copy()
         for index, command in enumerate(found.commands):
             price_s = None
@@ -195,6 +196,8 @@ class ControlLoop:
                 price_s = self.dispatcher.plans.split_price_s(command.group_index)
             elif command.kind is CommandKind.MIGRATE:
                 price_s = self.moves.migration.measured_price_s(command)
+            elif command.kind is CommandKind.REGROUP:
+                price_s = self.dispatcher.plans.cold_start_s
             if price_s is not None:
                 moves[index, PRICE] = np.log1p(price_s)
         return replace(found, moves=moves)

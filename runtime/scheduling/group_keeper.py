@@ -23,7 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class GroupKeeper:
-    """Tells `panel` who is gone and who is back, `telemetry` what is reported, and `held` when a call may try again."""
+    """Tells `panel` who is gone and who is back, `telemetry` what is reported, and `held` when a call may try again.
+
+    not_started: by group, why its last start failed. is_returning (groups,): it is let go to be started again at once, so that a call that
+    nobody else can take had better wait.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,8 @@ class GroupKeeper:
         self._started = asyncio.Event()
         self._probing: dict[int, asyncio.Task[None]] = {}
         self._is_up = [False] * len(backends)
+        self.not_started: dict[int, str] = {}
+        self.is_returning = np.zeros(len(backends), np.bool_)
         self._last_token_s = np.full(len(backends), -math.inf)
 
     async def start(self) -> None:
@@ -59,6 +65,7 @@ class GroupKeeper:
         """Start group `g` and keep it up. warms_up: it counts as up only once it has made a token."""
         if g not in self._keepers:
             backend = self._backends[g]
+            self.not_started.pop(g, None)
             self._keepers[g] = asyncio.create_task(self._keep(backend, warms_up), name=f"keeper-{backend.name}")
 
     async def stop_group(self, g: int) -> None:
@@ -130,11 +137,13 @@ class GroupKeeper:
             except Exception as error:  # whatever it was, the others serve on
                 logger.warning("group not started group=%s reason=%s", backend.name, error)
                 self._panel.breakers[g].force_open(f"not started: {error}")
+                self.not_started[g] = str(error)
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, self.settings.restart_max_s)
                 continue
             self._forget(g)
             self._is_up[g] = True
+            self.not_started.pop(g, None)
             self._panel.breakers[g].revive()
             self._started.set()
             self._held.ring()

@@ -53,7 +53,8 @@ class Decided:
 @dataclass(frozen=True, slots=True)
 class Question:
     """What is to be decided. fits (groups,): pools that hold the call; excluded: groups that failed it already; `hits` (groups,): prompt
-    tokens that each group's prefix cache is thought to hold. priority: of a newcomer, which may be shed; None: it was let in before."""
+    tokens that each group's prefix cache is thought to hold. priority: of a newcomer, which may be shed; None: it was let in before.
+    has_smaller: refused under pressure, it goes to the smaller model; for the record, nothing is decided by it."""
 
     request: Request
     fits: BoolArray
@@ -61,6 +62,7 @@ class Question:
     may_hold: bool
     hits: IntArray
     priority: int | None = None
+    has_smaller: bool = False
 
 
 def point_of(question: Question, view: ClusterSnapshot, tables: PredictorTables) -> DecisionPoint:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from envs.decision.circuit_breaker import State
 from envs.domain.commands import Command, CommandKind
 from envs.domain.requests import Request
-from envs.domain.snapshot import ClusterSnapshot
+from envs.domain.snapshot import BoolArray, ClusterSnapshot
 from runtime.backends.interface import Backend, Begun, GivenBack
 from runtime.calls import Call, Refusal
 from runtime.scheduling.attempts import Attempt, Attempts
@@ -48,7 +49,6 @@ class Placing:
         asked_s = self._now_s()
         # a caller that has half an answer cannot ask again for the rest: it waits as long as for the retry budget
         patience_s = max(self.settings.hold_max_s, self.settings.retry_wait_s) if begun.pieces else self.settings.hold_max_s
-        hold_until_s = min(asked_s + patience_s, call.deadline_s)
         keys = block_keys(call.prompt_ids)
         placed: list[Attempt] = []
 
@@ -58,10 +58,14 @@ class Placing:
 
         while True:
             fits, excluded = self._telemetry.fits(call.prompt_tokens + call.max_tokens), self._excluded(call, begun, failed)
+            is_awaited = self._is_awaited(fits, excluded)
+            hold_until_s = min(math.inf if is_awaited else asked_s + patience_s, call.deadline_s)
             may_hold = self._now_s() < hold_until_s
             # a parked group is started for a queue: where there is one, that must be seen
             may_shed = is_new and not self._telemetry.is_parked.any()
-            question = Question(request, fits, excluded, may_hold, self._prefixes.hits(keys), call.priority if may_shed else None)
+            question = Question(
+                request, fits, excluded, may_hold, self._prefixes.hits(keys), call.priority if may_shed else None, call.notes.has_smaller
+            )
             decided = await self._scheduler.decide(question, reserve)
             if placed:
                 g = placed[0].group_index
@@ -71,7 +75,8 @@ class Placing:
                 raise refusal("overloaded", "more is asked than can be served in time", decided.retry_after_s)
             alive = self._groups.open_to_new() & fits
             alive[list(excluded)] = False
-            if not alive.any() and not begun.pieces and not failed:
+            is_possible = is_awaited or bool(alive.any())
+            if not is_possible and not begun.pieces and not failed:
                 raise refusal("no_capacity", "no group can serve this now", self._door.retry_after_s())
             is_full = self._held_calls.count >= self._telemetry.cluster.limits.hold_limit
             is_refused = decided.command.kind is CommandKind.REFUSE
@@ -80,13 +85,23 @@ class Placing:
             if is_refused and (not may_hold or is_full):
                 if self._now_s() >= call.deadline_s:
                     raise refusal("deadline", "its deadline passed while it waited")
-                reason = "queue_full" if (alive & (self._view().breaker_state == State.CLOSED)).any() else "no_capacity"
+                can_take = alive & (self._view().breaker_state == State.CLOSED)
+                reason = "queue_full" if is_awaited or can_take.any() else "no_capacity"
                 raise refusal(reason, f"no group took it within {patience_s:g} s", self._door.retry_after_s())
-            if is_refused and alive.any():
+            if is_refused and is_possible:
                 raise refusal("queue_full", "the scheduler refused it", self._door.retry_after_s())
             wait_s = max(0.0, min(hold_until_s - self._now_s(), HELD_AT_ONCE_S)) + 1e-3
             if not await self._held_calls.wait(wait_s, call.priority):
                 raise refusal("overloaded", "calls of higher priority wait in its place", self._door.retry_after_s())
+
+    def _is_awaited(self, fits: BoolArray, excluded: frozenset[int]) -> bool:
+        """Whether nobody else than a group that is just being started again could take the call: that is worth its whole deadline."""
+        returning = self._groups.is_returning
+        if not returning.any():
+            return False
+        could = fits.copy()
+        could[list(excluded)] = False
+        return bool((could & returning).any() and not (could & self._groups.open_to_new() & ~returning).any())
 
     def go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> Attempt | None:
         """An attempt at the group that a moved call was promised; None where it takes no calls."""

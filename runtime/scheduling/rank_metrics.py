@@ -55,7 +55,7 @@ class RankMetrics(Collector):
                 for rank, value in enumerate(values):
                     family.add_metric((backend.name, str(rank)), float(value))
             chosen = self._dispatcher.telemetry.corner(g)
-            if backend.can:
+            if backend.can and g not in self._dispatcher.telemetry.joined:
                 corner.add_metric((backend.name, CORNERS[chosen] if 0 <= chosen < len(CORNERS) else "none"), 1.0)
         yield from (*gauges.values(), *ranks.values(), *counters.values(), corner)
 
@@ -65,7 +65,7 @@ class RankMetrics(Collector):
         if rates is not None:
             found["ballast_group_effective_compute_share"] = float(rates.compute.max(initial=0.0))
             found["ballast_group_memory_bytes_per_second"] = rates.bytes_per_s
-        if self._dispatcher.backends[g].can:
+        if self._dispatcher.backends[g].can and g not in self._dispatcher.telemetry.joined:
             total = int(view.kv_blocks_total[g])
             found["ballast_group_kv_tokens_used"] = float((total - int(view.kv_blocks_free[g])) * view.kv_block_tokens)
             found["ballast_group_kv_tokens_limit"] = float(total * view.kv_block_tokens)
@@ -73,7 +73,7 @@ class RankMetrics(Collector):
 
     def _of_ranks(self, g: int) -> dict[str, list[float]]:
         dispatcher = self._dispatcher
-        if not dispatcher.backends[g].can:  # another engine's ranks are not seen from here
+        if not dispatcher.backends[g].can or g in dispatcher.telemetry.joined:  # another engine's are not seen from here
             return {}
         telemetry, plans, group = dispatcher.telemetry, dispatcher.plans, dispatcher.telemetry.groups[g]
         count, view, rates, report = len(group.ranks), dispatcher.view(), plans.rates[g], telemetry.reports[g]

@@ -12,7 +12,7 @@ import numpy as np
 from envs.decision import group_model
 from envs.decision.move_candidates import DeclaredHealth
 from envs.decision.split_planner import CORNERS
-from envs.domain.plans import SplitPlan
+from envs.domain.plans import SplitPlan, TpGroup
 from envs.domain.snapshot import BoolArray, FloatArray
 from envs.group_kernel import reading as R
 from envs.perf_model import memory_fit
@@ -41,7 +41,7 @@ class ServedPlans:
     def __init__(self, telemetry: Telemetry, now_s: Callable[[], float], settings: KernelSettings | None = None) -> None:
         self._telemetry, self._now_s, self._settings = telemetry, now_s, settings or KernelSettings()
         count = len(telemetry.groups)
-        self.plans: list[SplitPlan] = [plan_of(group, self._settings.corner) for group in telemetry.groups]
+        self.plans: list[SplitPlan] = [self.plan_at_start(group) for group in telemetry.groups]
         self.rates: list[WorkRates | None] = [None] * count
         self.cold_start_s: float | None = None  # measured
         self._commanded: list[tuple[int, int]] = [(0, UNKNOWN_CORNER)] * count  # version and corner of the last commanded split
@@ -73,9 +73,7 @@ class ServedPlans:
 
     def _corner_of_start(self, g: int, said: PlanReport) -> int:
         """An emulated group starts with its corner's plan; what an engine chose has no corner."""
-        is_same = said.version == 1 and _widths(self._plan_of(g, said)) == _widths(
-            plan_of(self._telemetry.groups[g], self._settings.corner)
-        )
+        is_same = said.version == 1 and _widths(self._plan_of(g, said)) == _widths(self.plan_at_start(self._telemetry.groups[g]))
         return CORNERS.index(self._settings.corner) if is_same else UNKNOWN_CORNER
 
     def _plan_of(self, g: int, said: PlanReport) -> SplitPlan:
@@ -97,6 +95,19 @@ class ServedPlans:
         self.set_plan(g, plan, corner)
         known = self._split_s.get(g)
         self._split_s[g] = paused_s if known is None else known + MEASURED_WEIGHT * (paused_s - known)
+
+    def plan_at_start(self, group: TpGroup) -> SplitPlan:
+        """The plan that a group is believed to start with. Raises: InfeasibleSplit."""
+        return plan_of(group, self._settings.corner)
+
+    def take_group(self, g: int, group: TpGroup) -> None:
+        """Other hardware stands behind group `g`, which does not run. Raises: InfeasibleSplit; then nothing has changed."""
+        plan = self.plan_at_start(group)
+        self._telemetry.take_group(g, group)
+        self.plans[g] = self._before[g] = plan
+        self._switched_s[g] = self._fell_back_s[g] = -math.inf
+        self._split_s.pop(g, None)
+        self.forget(g)
 
     def forget(self, g: int) -> None:
         """Another process stands behind group `g`: its versions begin again."""

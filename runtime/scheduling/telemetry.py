@@ -19,7 +19,7 @@ from envs.decision.rank_experience import RankExperience
 from envs.decision.shared_pace import mean_variance, shrink
 from envs.decision.split_planner import CORNERS
 from envs.decision.traffic_experience import TrafficExperience
-from envs.domain.plans import SplitPlan
+from envs.domain.plans import SplitPlan, TpGroup
 from envs.domain.snapshot import BoolArray, ClusterSnapshot, FloatArray, IntArray
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
@@ -89,19 +89,15 @@ class Telemetry:
     def __init__(
         self, cluster: ClusterSpec, settings: KernelSettings | None = None, limit_multiplier: float = 1.0, head_start_s: float = 2.0
     ) -> None:
-        self.cluster, self.groups = cluster, cluster.groups
-        chosen = settings or KernelSettings()
+        self.cluster, self.groups, self._settings = cluster, cluster.groups, settings or KernelSettings()
         count = len(self.groups)
         ranks = max(len(group.ranks) for group in self.groups)
         self.model = GroupModel(L.allocate(count, ranks, 1))
-        self.model.state.group_int[:, L.GI_CHUNK_MAX] = chosen.chunk_tokens_max
+        self.model.state.group_int[:, L.GI_CHUNK_MAX] = self._settings.chunk_tokens_max
         self.kv_tokens = np.zeros(count, np.int64)  # tokens of KV of an empty group: declared, then as reported
-        for g, group in enumerate(self.groups):
-            plan = plan_of(group, chosen.corner)
-            self.model.write_group(g, group)
-            for slot in (0, 1):
-                self.model.write_plan(g, slot, group, plan)
-            self.kv_tokens[g] = kv_tokens(kernel_of(group, cluster.limits, chosen, 0.0))
+        self._corner = np.zeros(count, np.int64)
+        for g in range(count):
+            self._declare(g)
         self.flights = InFlight(count)
         self.ranks = RankExperience(self.model)
         self.classes = ClassExperience(count)
@@ -109,12 +105,11 @@ class Telemetry:
         self.rate_5s, self.rate_60s = ArrivalRate(5.0), ArrivalRate(60.0)
         self.is_draining = np.zeros(count, np.bool_)
         self.is_parked = np.array(cluster.parked, np.bool_)
+        self.joined: dict[int, int] = {}  # groups that are no more -> the group that has their ranks
         self.reports: list[GroupReport | None] = [None] * count
-        self._corner = np.full(count, CORNERS.index(chosen.corner), np.int64)
         self._usd_per_hour = np.array([sum(place.gpu.usd_per_hour for place in group.ranks) for group in self.groups])
         self._static = group_model.static_profiles(self.groups, [()] * count)
-        reference_s, self._capability = self.model.usual_step()
-        self.ranks.refer_to(reference_s)
+        self._refer()
         limits = cluster.limits
         self._running_limit = np.full(count, limits.max_running)
         self._queue_limit = np.full(count, limits.queue_limit)
@@ -128,6 +123,16 @@ class Telemetry:
         self._has_pace = np.zeros(count, np.bool_)  # whose correction anybody has measured
         self._blocks = np.stack([self.kv_tokens // limits.kv_block_tokens] * 2)  # free, total
         self._foreign = np.zeros((2, count), np.int64)  # running and waiting that are not ours
+
+    def _declare(self, g: int) -> None:
+        """Write what is declared of group `g` into the schedulers' model."""
+        group = self.groups[g]
+        plan = plan_of(group, self._settings.corner)
+        self.model.write_group(g, group)
+        for slot in (0, 1):
+            self.model.write_plan(g, slot, group, plan)
+        self.kv_tokens[g] = kv_tokens(kernel_of(group, self.cluster.limits, self._settings, 0.0))
+        self._corner[g] = CORNERS.index(self._settings.corner)
 
     def fits(self, tokens: int) -> BoolArray:
         """Groups whose empty pool holds so many tokens, shape (groups,)."""
@@ -225,8 +230,28 @@ class Telemetry:
         for slot in (0, 1):
             self.model.write_plan(g, slot, self.groups[g], plan)
         self._corner[g] = corner
+        self._refer()
+
+    def _refer(self) -> None:
+        """What a usual step takes has changed."""
         reference_s, self._capability = self.model.usual_step()
         self.ranks.refer_to(reference_s)
+
+    def take_group(self, g: int, group: TpGroup) -> None:
+        """Other hardware stands behind group `g`, which does not run: only what is declared is known of it, its pace is not."""
+        self.groups = (*self.groups[:g], group, *self.groups[g + 1 :])  # a new one: planning beside us holds the old one
+        self._declare(g)
+        self._blocks[:, g] = self.kv_tokens[g] // self.cluster.limits.kv_block_tokens
+        self._static = group_model.static_profiles(self.groups, [()] * len(self.groups))
+        self._heard[2, g], self._has_pace[g], self._gaps[g], self._seen[g], self._pace_var[g] = 1.0, False, 0, (1.0, 1.0), 1.0
+        self.forget(g)
+        self._refer()
+
+    def gave_ranks(self, g: int, target: int) -> None:
+        """Group `g` is no more: its ranks serve in `target`."""
+        self.joined[g] = target
+        self.is_parked[g] = False
+        self.kv_tokens[g] = 0  # no call fits into it any more
 
     def forget(self, g: int) -> None:
         """Another process stands behind group `g`: what it reported is void, but for its pace, which is the hardware's."""

@@ -41,6 +41,7 @@ EXPECTED_TTFT_S = "ballast.expected.ttft"
 EXPECTED_TPOT_S = "ballast.expected.tpot"
 OUTCOME = "ballast.outcome"
 REASON = "ballast.reason"
+DEGRADED = "ballast.degraded"  # as x-ballast-degraded tells it
 SECONDS = "ballast.seconds"
 PART = "ballast.part."  # + a name of LATENCY_PARTS without "_s": seconds
 

@@ -150,8 +150,10 @@ def _of_request(notes: RequestNotes) -> Attributes:
         N.OUTPUT_TOKENS: notes.output_tokens,
     }
     if notes.model:
-        about |= {N.REQUEST_MODEL: notes.model, N.RESPONSE_MODEL: notes.model, N.REQUEST_CHOICES: len(notes.calls)}
+        about |= {N.REQUEST_MODEL: notes.model, N.RESPONSE_MODEL: notes.answered_by or notes.model, N.REQUEST_CHOICES: len(notes.calls)}
         about[N.SERVICE_CLASS] = SERVICE_CLASSES[notes.class_index].name
+    if notes.degraded:
+        about[N.DEGRADED] = notes.degraded
     if notes.finish_reasons:
         about[N.RESPONSE_FINISH_REASONS] = notes.finish_reasons
     if math.isfinite(notes.first_text_s):

@@ -56,7 +56,9 @@ def live(folder: Path, **settings: Any) -> Iterator[Live]:
     async def run() -> None:
         service = Service(config)
         tracer = Tracer(config.tracing, "test") if config.tracing is not None else None
-        app = make_app(service, config.gateway, administered=ServiceAdmin(service, "test"), tracer=tracer)
+        app = make_app(
+            service, config.gateway, administered=ServiceAdmin(service, "test"), tracer=tracer, smaller_model=config.smaller_model
+        )
         app.state.metrics.registry.register(SchedulingMetrics(service.dispatcher))
         app.state.rollout = service.rollout
         server = make_server(app, drain_s=2)

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from agents.policy_bundle import DESCRIPTION_FILE, WEIGHTS_FILE, write_bundle
+from benchmarks.drill_service import words
 from envs.decision.observation import OBSERVATION_VERSION
 from runtime.reload import Reloader, ReloadRefused
 from runtime.service_config import load_service
@@ -145,6 +146,10 @@ def test_what_is_refused_changes_nothing(service):
         ({"rollout": {"dir": "somewhere"}}, "rollout.dir"),
         ({"gateway": {"choises_max": 3}}, "choices_max"),
         ({"scheduler": {"agreement_min": 0.9, "agreement_max": 0.1}}, "agreement"),
+        ({"smaller_model": {"url": "127.0.0.1:9", "model": "small"}}, "smaller_model.url"),
+        ({"smaller_model": {"url": "http://127.0.0.1:9", "model": "small", "classes": ["chatt"]}}, "chat"),
+        ({"smaller_model": {"url": "http://127.0.0.1:9"}}, "smaller_model.model"),
+        ({"smaller_model": {"url": "http://127.0.0.1:9", "model": "small", "api_key_env": "BALLAST_TEST_NONE"}}, "BALLAST_TEST_NONE"),
         ({"bundle": "nowhere"}, "nowhere"),
         ({"bundle": "old"}, "observation_version"),
     ):
@@ -158,6 +163,14 @@ def test_what_is_refused_changes_nothing(service):
     assert service.ask("POST", "/admin/reload", {})[0] == 409
     service.write(service.content)
     assert service.ask("POST", "/v1/completions", ASKED | {"n": 3})[0] == 400
+
+
+def test_the_smaller_model_comes_changes_and_goes(service):
+    for smaller in ({"url": "http://127.0.0.1:9", "model": "one"}, {"url": "http://127.0.0.1:9", "model": "two", "max_in_flight": 3}, None):
+        assert service.reload(smaller_model=smaller) == (200, {"changed": ["smaller_model"]})
+        told = service.ask("GET", "/admin/state")[1].get("smaller_model")
+        assert (told and told["model"]) == (smaller and smaller["model"])
+        assert service.ask("POST", "/v1/completions", ASKED)[0] == 200
 
 
 def test_a_storm_of_signals_is_one_or_two_reloads(service):
@@ -188,7 +201,7 @@ def test_a_signal_reloads_and_a_bad_file_is_told_in_the_log(service):
 
 
 def policies(service: Service) -> list[int]:
-    return [pid for pid in service.children() if "policy_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [pid for pid in service.children() if any("policy_process" in word for word in words(pid))]
 
 
 def replace_files(folder: Path, bias: float) -> None:

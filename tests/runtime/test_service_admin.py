@@ -13,6 +13,7 @@ import httpx
 import pytest
 import yaml
 
+from envs.domain.commands import Command, CommandKind
 from runtime.gateway.app import make_app
 from runtime.gateway.settings import GatewaySettings
 from runtime.service import Service
@@ -171,6 +172,57 @@ def test_resplit(tmp_path, kernels):
             ):
                 refused = await order(name, **body)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (status, code), (name, body, refused.text)
+
+    play(tmp_path, body)
+
+
+def test_join(tmp_path, kernels):
+    """A parked group's rank joins another; both say so from then on, and what cannot be is refused by name."""
+
+    async def body(client, service) -> None:
+        names = [backend.name for backend in service.dispatcher.backends]
+        donor, target = names.index("l4"), names.index("a10g")
+        async with client() as http:
+
+            async def join(name: str, **body):
+                return await http.post(f"/admin/groups/{name}/join", json=body)
+
+            running = await join("l4", target="a10g")
+            assert running.status_code == 409 and "it is not parked" in running.text
+            assert (await service.control.moves.carry_out(Command(CommandKind.SCALE_IN, donor), "test", "")).outcome == "done"
+            for name, body, status, code, said in (
+                ("nobody", {"target": "a10g"}, 404, "unknown_group", "nobody"),
+                ("l4", {"target": "nobody"}, 404, "unknown_group", "nobody"),
+                ("l4", {"target": "a100-pair"}, 422, "not_possible", "together 3 ranks"),
+                ("l4", {"target": "h100"}, 422, "not_possible", "foreign"),
+                ("h100", {"target": "l4"}, 422, "not_possible", "foreign"),
+                ("l4", {}, 400, None, "target"),
+                ("l4", {"target": 3}, 400, None, "target"),
+            ):
+                refused = await join(name, **body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (status, code), (name, body, refused.text)
+                assert said in refused.text
+            answers = [asyncio.create_task(http.post("/v1/completions", json=ask())) for _ in range(8)]
+            await asyncio.sleep(0.1)
+            said = await join("l4", target="a10g")
+            assert said.status_code == 200, said.text
+            assert {key: said.json()[key] for key in ("group", "state", "target", "ranks")} == {
+                "group": "l4", "state": "joined", "target": "a10g", "ranks": 2,
+            }  # fmt: skip
+            assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
+            state = (await http.get("/admin/state")).json()
+            assert all(set(group) == GROUP_KEYS for group in state["groups"])
+            gone, merged = state["groups"][donor], state["groups"][target]
+            assert (gone["state"], gone["accepts"], gone["can"], gone["ranks"], gone["plan"]) == ("joined", False, [], [], None)
+            assert gone["kv"] == {"tokens_total": None, "tokens_used": None, "used_fraction": None}
+            assert "its ranks serve in a10g" in gone["detail"] and "its ranks serve in a10g" in gone["cannot"]["scale_out"]
+            assert merged["state"] == "serving" and [rank["gpu"] for rank in merged["ranks"]] == ["A10G", "L4"]
+            assert len(merged["plan"]["query_heads"]) == 2 and "regroup" in merged["can"]
+            move = state["moves"][0]
+            assert (move["kind"], move["group"], move["target"], move["outcome"]) == ("regroup", "l4", "a10g", "done")
+            for order, body in (("drain", {}), ("undrain", {}), ("resplit", {"corner": "even"}), ("join", {"target": "a10g"})):
+                again = await http.post(f"/admin/groups/l4/{order}", json=body)
+                assert again.status_code == 409 and "its ranks serve in a10g" in again.text, (order, again.text)
 
     play(tmp_path, body)
 

@@ -82,6 +82,7 @@ export function showBreakers(place, state) {
     ...(state.groups ?? []).map((group) => ['group', group.name, group.breaker]),
     ...(state.class_breakers ?? []).map((row) => ['class', row.service_class, row]),
     ...Object.entries(state.deciders ?? {}).filter(([, decider]) => decider.breaker).map(([name, decider]) => ['policy', name, decider.breaker]),
+    ...(state.smaller_model ? [['smaller model', state.smaller_model.model, state.smaller_model.breaker]] : []),
   ].filter(([, , breaker]) => breaker);
   fill(place, table('Circuit breakers', ['Of', 'Name', 'State', 'Reason', 'Next probe'], rows.map(([of, name, breaker]) => cells(
     of, name, el('td', {}, pill(breaker.state.replace('_', ' '), BREAKER[breaker.state] ?? 'warn')), breaker.reason || '',

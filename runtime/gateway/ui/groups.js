@@ -31,7 +31,7 @@ export class Groups {
         this.cards.set(group.name, card);
         this.place.append(card.node);
       }
-      card.show(group);
+      card.show(group, groups);
     }
   }
 }
@@ -47,7 +47,15 @@ class Card {
       type: 'button',
       on: { click: () => order(`${path}/resplit`, { corner: this.corner.value }, `Give ${group.name} the split “${this.corner.value}”?`) },
     }, 'Re-split');
-    this.actions = el('div', { class: 'row actions' }, this.drain, this.corner, this.resplit);
+    this.target = el('select', { 'aria-label': `Group that the ranks of ${group.name} shall join` });
+    this.join = el('button', {
+      type: 'button',
+      on: {
+        click: () => order(`${path}/join`, { target: this.target.value },
+          `Let the ranks of ${group.name} join ${this.target.value}? That group is emptied and started anew; they stay there until the service is started again.`),
+      },
+    }, 'Join');
+    this.actions = el('div', { class: 'row actions' }, this.drain, this.corner, this.resplit, this.target, this.join);
     this.note = el('p', { class: 'note' });
     this.node = el('article', { class: 'card', 'aria-label': `Group ${group.name}` }, this.head, this.body, this.actions, this.note);
   }
@@ -57,7 +65,16 @@ class Card {
     else order(`${path}/drain`, {}, `Drain ${name}? It takes no new calls; those waiting in it go elsewhere, those running finish.`);
   }
 
-  show(group) {
+  #offerTargets(group, groups) {
+    const names = targetsOf(group, groups);
+    this.target.hidden = this.join.hidden = names.length === 0;
+    this.join.setAttribute('aria-label', `Join ${group.name} to another group`);
+    if (String(names) === this.targets) return; // what is chosen stays so
+    this.targets = String(names);
+    fill(this.target, names.map((name) => el('option', { value: name }, name)));
+  }
+
+  show(group, groups) {
     const can = new Set(group.can ?? []);
     const kind = GOOD.has(group.state) ? 'good' : BAD.has(group.state) ? 'bad' : 'warn';
     fill(this.head,
@@ -89,11 +106,18 @@ class Card {
     this.drain.setAttribute('aria-label', `${this.drain.textContent} ${group.name}`);
     this.resplit.setAttribute('aria-label', `Re-split ${group.name}`);
     const canSplit = can.has('set_split');
+    this.drain.hidden = group.state === 'joined' || group.state === 'parked';
+    this.#offerTargets(group, groups);
     this.corner.hidden = this.resplit.hidden = !canSplit;
     const isForeign = group.kind === 'openai_http';
     this.note.hidden = !isForeign;
     this.note.textContent = isForeign ? FOREIGN : '';
   }
+}
+
+function targetsOf(group, groups) {
+  if (group.state !== 'parked' || !group.can.includes('regroup')) return [];
+  return groups.filter((other) => other.state === 'serving' && other.kind === group.kind && other.can.includes('regroup')).map((other) => other.name);
 }
 
 function fact(name, value) {

@@ -309,6 +309,16 @@ def test_regroup_gives_the_spares_ranks_away_for_good():
     assert (stage.finish().kind == OutcomeKind.COMPLETED).all()
 
 
+def test_a_group_with_a_donors_ranks():
+    """The donor's come behind its own; its name and links stay, the slower host sets the pace. Another model is refused."""
+    pair, solo, spare = W.cluster().groups
+    merged = replace(solo, host_speed=0.9).with_ranks_of(replace(pair, host_speed=0.7))
+    assert merged == replace(solo, ranks=solo.ranks + pair.ranks, host_speed=0.7)
+    assert solo.with_ranks_of(replace(spare, host_speed=2.0)).host_speed == solo.host_speed
+    with pytest.raises(ValueError, match=r"they serve .* and 'tiny'; join groups of one model"):
+        solo.with_ranks_of(replace(spare, model=replace(spare.model, name="tiny")))
+
+
 def test_a_command_to_a_group_that_just_died_does_not_revive_it():
     """Lost at 2 s, noticed at 3 s; every command to it at 2.5 s changes nothing."""
     for kind in (CommandKind.FALL_BACK, CommandKind.RESTORE, CommandKind.SET_SPLIT, CommandKind.REQUEUE, CommandKind.SCALE_IN):

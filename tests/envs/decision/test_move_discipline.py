@@ -108,6 +108,20 @@ def test_a_migrated_call_stays_and_its_target_pays():
     assert discipline.judge(listed(back))[0][1]
 
 
+def test_who_is_joined_pays_for_its_restart():
+    """Group 2's ranks joined group 1, which took 1 s of its serving: 20 s at 5 % until its next move; the others are free, and a start
+    takes nobody's serving."""
+    clock = Clock()
+    discipline = MoveDiscipline(4, clock)
+    discipline.made(Command(K.REGROUP, 2, 1), 1.0)
+    discipline.made(Command(K.SCALE_OUT, 0), 30.0)
+    assert discipline.debt_s().tolist() == [0.0, 1.0, 0.0, 0.0]
+    again, split, other = Command(K.REGROUP, 3, 1), Command(K.SET_SPLIT, 1), Command(K.REGROUP, 3, 0)
+    assert discipline.judge(listed(again, split, other))[0].tolist() == [True, False, False, True]
+    clock.now_s += 20.0
+    assert discipline.judge(listed(again, split, other))[0].all()
+
+
 def test_the_smallest_sufficient_relief_comes_first():
     """Scale out was chosen while requeueing promises 1.5 times sooner: requeue it is, until that has had its 10 s; a hopeless requeue is
     no bar."""

@@ -14,12 +14,14 @@ CONTEXT = 4096
 
 
 class ScriptedServer:
-    """Words are a function of prompt, seed and place. `fault(path, index)` is asked before every word (-1: before the answer) and may
-    name "die", "hang", "garble", "error_event", "no_finish", or a status as "503" or "503+1" (with Retry-After: 1)."""
+    """Words are a function of prompt, seed and place, the same for each of n answers. `fault(path, index)` is asked before every word (-1:
+    before the answer) and may name "die", "hang", "garble", "error_event", "no_finish", or a status as "503" or "503+1" (with Retry-After:
+    1)."""
 
     def __init__(self, gap_s: float = 0.001, fault: Callable[[dict[str, Any], int], str | None] = lambda body, index: None) -> None:
         self.gap_s, self.fault = gap_s, fault
         self.in_flight = 0
+        self.told_model: str | None = None  # None: as it was asked for
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.has_metrics = True
@@ -63,6 +65,7 @@ class ScriptedServer:
             status, _, after = kind.partition("+")
             headers = {"retry-after": after} if after else {}
             return _error(int(status), "scripted", headers)
+        body.setdefault("max_tokens", 16)
         if body["max_tokens"] > CONTEXT:
             return _error(400, f"max_tokens={body['max_tokens']} exceeds {CONTEXT}", {})
         self.in_flight += 1
@@ -79,9 +82,13 @@ class ScriptedServer:
         is_chat = "messages" in body
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         words, text = self.words(body), ""
-        if not body.get("stream"):
-            return web.json_response({"choices": [{"index": 0, "text": "".join(words), "finish_reason": "length"}]})
         await self._strike(request, kind)
+        answers, model = range(body.get("n") or 1), self.told_model or body.get("model")
+        if not body.get("stream"):
+            whole = {"message": {"role": "assistant", "content": "".join(words)}} if is_chat else {"text": "".join(words)}
+            usage = {"prompt_tokens": 5, "completion_tokens": len(words) * len(answers)}
+            choices = [{"index": place, "finish_reason": "length", **whole} for place in answers]
+            return web.json_response({"model": model, "choices": choices, "usage": usage})
         await response.prepare(request)
         stops = body.get("stop") or []
         for index, word in enumerate(words):
@@ -99,10 +106,11 @@ class ScriptedServer:
             text += word
             reason = ("stop" if place >= 0 else "length") if is_last and kind != "no_finish" else None
             part = {"delta": {"content": shown}} if is_chat else {"text": shown}
-            await response.write(b"data: " + json.dumps({"choices": [{"index": 0, "finish_reason": reason, **part}]}).encode() + b"\n\n")
+            choices = [{"index": answer, "finish_reason": reason, **part} for answer in answers]
+            await response.write(b"data: " + json.dumps({"model": model, "choices": choices}).encode() + b"\n\n")
             if is_last:
                 break
-        usage = {"prompt_tokens": 5, "completion_tokens": index + 1}
+        usage = {"prompt_tokens": 5, "completion_tokens": (index + 1) * len(answers)}
         await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
         return response
 

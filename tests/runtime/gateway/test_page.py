@@ -27,11 +27,14 @@ AUTHORISED = {"authorization": f"Bearer {KEY}"}
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """An emulated pair, an emulated single card, and a foreign server that nobody runs; names that would be markup where they could."""
+    """An emulated pair, a single card, a parked one like it, and a foreign server that nobody runs; names
+    that would be markup where they could."""
     folder = tmp_path_factory.mktemp("page")
     cluster = yaml.safe_load((PROJECT / "envs" / "scenario" / "clusters" / "unlike-3.yaml").read_text())
     cluster["groups"][0]["name"] = EVIL_GROUP
     cluster["groups"].append({"name": "foreign", "ranks": [{"gpu": "L4", "node": "other"}], "outer_link": "ethernet-10g"})
+    spare = {"name": "spare", "ranks": [{"gpu": "L4", "node": "spare"}], "outer_link": "ethernet-10g", "parked": True}
+    cluster["groups"].append(spare)
     (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGE_TEST_KEYS", KEY)
@@ -208,6 +211,25 @@ def test_re_split(page, service):
     heads = page.run("return document.querySelector(arguments[0] + ' .plan .stack').getAttribute('aria-label')", card(EVIL_GROUP))
     assert heads == "Heads: rank 0: 16, rank 1: 16"
     page.wait(lambda: "set_split" in page.text("#move-rows") and "operator" in page.text("#move-rows"), "the move is not shown")
+
+
+def test_join(page, service):
+    """The parked card's rank joins the single card; afterwards its own card offers nothing."""
+    assert (
+        page.run("return [...document.querySelectorAll('.card button')].filter(node => node.textContent === 'Join' && !node.hidden).length")
+        == 1
+    )
+    offered = page.run("return [...document.querySelectorAll(arguments[0] + ' select')].at(-1).innerText", card("spare"))
+    assert "solo-l4" in offered and "foreign" not in offered
+    page.run("const s = [...document.querySelectorAll(arguments[0] + ' select')].at(-1); s.value = 'solo-l4'", card("spare"))
+    page.click(f"{card('spare')} .actions button:last-of-type")
+    page.wait(lambda: "join solo-l4" in page.text("dialog"), "the page does not ask back")
+    page.click("dialog button[value=yes]")
+    page.wait(lambda: "its ranks serve in solo-l4" in page.text(card("spare")), "the ranks do not join", 30.0)
+    assert page.run("return [...document.querySelectorAll(arguments[0] + ' .actions > *')].every(node => node.hidden)", card("spare"))
+    heads = "return document.querySelector(arguments[0] + ' .plan .stack').getAttribute('aria-label')"
+    page.wait(lambda: "rank 1" in page.run(heads, card("solo-l4")), "the merged group does not show both ranks", 20.0)
+    page.wait(lambda: "regroup" in page.text("#move-rows"), "the move is not shown")
 
 
 def test_it_fits_a_telephone_and_a_desk_in_light_and_dark(page, tmp_path):

@@ -1,4 +1,4 @@
-"""A service whose groups really move: three groups (the last one parked) in an event loop of its own, so that a module starts it once."""
+"""A service whose groups really move: three groups (the last ones parked) in an event loop of its own, so that a module starts it once."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from runtime.scheduling.control_loop import ControlLoop
 from runtime.scheduling.control_settings import ControlSettings
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.dispatcher import Dispatcher
-from runtime.scheduling.move_execution import Move
+from runtime.scheduling.move import Move
 from runtime.scheduling.telemetry import Telemetry
 from tests.runtime.scheduling.service_parts import LIMITS, call, cluster
 
-GROUPS, RANKS = 3, 2
+GROUPS = 3
 
 
 class MovingService:
     """`run` a coroutine in its loop. Control ticks come by hand."""
 
-    def __init__(self, kind: str, folder: str | None = None, slow_factor: float = 4.0) -> None:
+    def __init__(
+        self, kind: str, folder: str | None = None, slow_factor: float = 4.0, ranks: tuple[int, ...] = (2,) * GROUPS, parked: int = 1
+    ) -> None:
         self.kind = kind
-        spec = cluster(GROUPS, ranks=RANKS, parked=1)
+        spec = cluster(GROUPS, ranks=ranks, parked=parked)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -38,14 +40,16 @@ class MovingService:
             if kind == "emulated":
                 self.backends: list[Any] = [EmulatedBackend(group, g, LIMITS) for g, group in enumerate(spec.groups)]
             else:
-                how = tuple({"slow_factor": slow_factor} for _ in range(RANKS))
-                host = HostSettings(str(folder), how, kv_tokens_max=2048, slots_max=8, queue_limit=32)
-                self.backends = [TorchTpBackend(f"g{g}", g, host) for g in range(GROUPS)]
+                hosts = [
+                    HostSettings(str(folder), ({"slow_factor": slow_factor},) * count, kv_tokens_max=2048, slots_max=8, queue_limit=32)
+                    for count in ranks
+                ]
+                self.backends = [TorchTpBackend(f"g{g}", g, host) for g, host in enumerate(hosts)]
             patient = DispatchSettings(hold_max_s=60.0, first_token_floor_s=60.0, silence_slack_s=60.0)  # of a machine that is slow itself
             self.dispatcher = Dispatcher(self.backends, self.telemetry, patient, seed=3)
             self.control = ControlLoop(self.dispatcher, ControlSettings(is_on=False, drain_patience_s=0.2), seed=3)
             await self.dispatcher.start()
-            while not self.dispatcher.groups.alive()[:2].all():
+            while not self.dispatcher.groups.alive()[: GROUPS - parked].all():
                 await asyncio.sleep(0.01)
             await self.control.start()
 
@@ -70,7 +74,7 @@ class MovingService:
         """Greedy, no end before the limit; the same number is the same prompt."""
         max_tokens = max_tokens or (100 if self.kind == "torch_tp" else 40)
         ids = tuple(3 + (7 * number + i) % 200 for i in range(5 + number % 9))
-        return call(len(ids), max_tokens, prompt_ids=ids, ignore_eos=True)
+        return call(len(ids), max_tokens, deadline_s=600.0, prompt_ids=ids, ignore_eos=True)
 
     async def answer(self, asked: Call, into: list[Piece] | None = None) -> list[Piece]:
         pieces = [] if into is None else into

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from envs.domain.commands import CommandKind
@@ -22,12 +22,13 @@ LIMITS = ClusterLimits(max_running=16, queue_limit=32, hold_limit=64, context_to
 _NUMBERS = itertools.count()
 
 
-def cluster(groups: int = 2, limits: ClusterLimits = LIMITS, ranks: int = 1, parked: int = 0) -> ClusterSpec:
-    """So many equal small groups; the last `parked` ones are switched off."""
+def cluster(groups: int = 2, limits: ClusterLimits = LIMITS, ranks: int | Sequence[int] = 1, parked: int = 0) -> ClusterSpec:
+    """So many small groups, equal but for their ranks where those are given one by one; the last `parked` ones are switched off."""
+    counts = [ranks] * groups if isinstance(ranks, int) else ranks
     spec = load_cluster("unlike-3")
     solo = spec.groups[1]
     return replace(
-        spec, groups=tuple(replace(solo, name=f"g{i}", ranks=solo.ranks * ranks) for i in range(groups)),
+        spec, groups=tuple(replace(solo, name=f"g{i}", ranks=solo.ranks * counts[i]) for i in range(groups)),
         parked=tuple(i >= groups - parked for i in range(groups)), limits=limits, faults=(),
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from runtime.scheduling.control_loop import ControlLoop
 from runtime.scheduling.control_settings import ControlSettings
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.dispatcher import Dispatcher
-from runtime.scheduling.move_execution import Move
+from runtime.scheduling.move import Move
 from runtime.scheduling.policy_client import PolicyClient
 from runtime.scheduling.policy_guard import PolicyGuard
 from runtime.scheduling.telemetry import Telemetry
@@ -194,7 +194,7 @@ def test_a_fleet_that_breathes_does_not_pant(kernels):
 
 
 def test_the_candidates_are_the_simulators(kernels):
-    """What the loop lists is what `rebalance_candidates` makes of its own snapshot; REGROUP is listed, masked, and says why."""
+    """What the loop lists is what `rebalance_candidates` makes of its own snapshot; no group of two where the largest has one rank."""
 
     async def body(service: EmulatedService) -> None:
         service.ask(6, 200, 200)
@@ -207,7 +207,7 @@ def test_the_candidates_are_the_simulators(kernels):
         )
         kinds = {command.kind for command in found.commands}
         assert {K.KEEP, K.SCALE_OUT, K.SCALE_IN} <= kinds
-        assert "cannot be joined" in control.moves.why_not(Command(K.REGROUP, 2, 0))
+        assert K.REGROUP not in kinds and "together 2 ranks" in control.moves.why_not(Command(K.REGROUP, 2, 0))
         assert control.moves.why_not(Command(K.SCALE_OUT, 2)) == ""
 
     play(cluster(3, parked=1), body)
@@ -252,7 +252,7 @@ def test_foreign_groups_are_routed_and_requeued_only():
         own = Scripted("g1", 1)
         telemetry = Telemetry(cluster(2))
         control = ControlLoop(Dispatcher([foreign, own], telemetry, seed=1), ControlSettings(is_on=False))
-        for kind in (K.SET_SPLIT, K.MIGRATE, K.SCALE_IN, K.SCALE_OUT, K.FALL_BACK, K.RESTORE):
+        for kind in (K.SET_SPLIT, K.MIGRATE, K.SCALE_IN, K.SCALE_OUT, K.FALL_BACK, K.RESTORE, K.REGROUP):
             assert "foreign" in control.moves.why_not(Command(kind, 0, 1))
         assert control.moves.why_not(Command(K.REQUEUE, 0, 1)) == ""
         move = await control.moves.carry_out(Command(K.SET_SPLIT, 0, argument=CORNERS.index("even")), "operator", "")

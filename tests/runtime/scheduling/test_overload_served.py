@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -39,14 +40,17 @@ def test_a_held_call_gives_its_place_to_a_higher_one():
     """One place among the held: batch waits in it until code comes, and is told that it was shed."""
 
     async def body(service):
-        service.panel.breakers[0].record_backpressure(0.3, None)
+        pause = partial(service.panel.breakers[0].record_backpressure, 0.2)  # longer, and it would be shed for want of time
+        pause()
         low = asyncio.create_task(collect(service, call(class_index=BATCH, priority=0)))
-        await asyncio.sleep(0.05)
-        assert service.held_calls.count == 1
+        while not service.held_calls.count:
+            await asyncio.sleep(0.01)
+        pause()
         equal = asyncio.create_task(collect(service, call(class_index=BATCH, priority=0)))
         with pytest.raises(Refusal) as refused:
             await equal
         assert refused.value.reason == "queue_full", "an equal one does not displace"
+        pause()
         high = asyncio.create_task(collect(service, call(class_index=CODE, priority=2)))
         with pytest.raises(Refusal) as shed:
             await low

@@ -8,6 +8,7 @@ import pytest
 from envs.cluster.cluster_process import ClusterProcess
 from envs.decision.actions import DecisionPoint
 from envs.decision.observation import encode
+from envs.domain.commands import Command, CommandKind
 from envs.group_kernel import layout as L
 from envs.group_kernel import reading as R
 from envs.perf_model import step_time as ST
@@ -80,8 +81,8 @@ class Mirror:
         process, telemetry = self.process, self.telemetry
         groups = len(process.groups.groups)
         view = telemetry.snapshot(
-            process.env.now, np.ones(groups, np.bool_), np.ones(groups, np.bool_), np.zeros(groups, np.int64), point.view.hold_queue,
-            point.view.hold_queue_limit,
+            process.env.now, np.array([g not in telemetry.joined for g in range(groups)]), np.ones(groups, np.bool_),
+            np.zeros(groups, np.int64), point.view.hold_queue, point.view.hold_queue_limit,
         )  # fmt: skip
         request = point.request
         fits = telemetry.kv_tokens >= process._tokens_max[request.request_id]
@@ -90,11 +91,21 @@ class Mirror:
         assert (ours.mask == point.mask).all()
         return encode(ours, groups + 2)
 
+    def regroup(self, donor: int, target: int) -> None:
+        """In both; the simulator looks at its groups' hardware again at control ticks, the service at once."""
+        process, telemetry = self.process, self.telemetry
+        process.moves.apply(Command(CommandKind.REGROUP, donor, target))
+        process.telemetry.refresh_slow_columns()
+        telemetry.take_group(target, telemetry.groups[target].with_ranks_of(telemetry.groups[donor]))
+        telemetry.gave_ranks(donor, target)
+        blocks = telemetry._blocks[:, target] * telemetry.cluster.limits.kv_block_tokens  # before any report: free, total
+        assert (blocks == process.groups.kv_tokens[target]).all() and telemetry.kv_tokens[target] == blocks[1]
+
 
 @pytest.mark.parametrize("rate_per_s", [0.5, 4.0])
 def test_the_same_observation_bytes(rate_per_s):
     """Ranks' reports are left out on both sides (period beyond the world): the service gets them at other times. 300 decisions, light
-    and heavy load."""
+    and heavy load; in the middle the spare's rank joins the single one."""
     process = ClusterProcess(W.world(W.traffic(300, rate_per_s, 5, output_mean=120), report_period_s=1e6))
     mirror, router, compared = Mirror(process), W.RouteTo(W.PAIR), 0
     mirror.telemetry.ranks.observe = lambda *args: None
@@ -108,8 +119,12 @@ def test_the_same_observation_bytes(rate_per_s):
         index = router.choose(point) if compared % 3 else int(np.flatnonzero(point.mask)[compared % 2])
         compared += 1
         mirror.sent(point, index)
+        if compared == 150:
+            mirror.regroup(W.SPARE, W.SOLO)
         process.apply(point, index)
     assert compared >= 300
+    view = process.view()
+    assert (view.rank_ratio[W.SOLO] > 0).sum() == 2 and not view.is_up[W.SPARE]
 
 
 def test_ranks_reports_end_in_the_same_ratios():

@@ -71,7 +71,7 @@ def test_survivors_of_a_kill_build_a_fresh_group_on_the_same_store(store, kind, 
 def test_a_frozen_peer_raises_at_the_deadline_and_a_killed_one_at_once(store, kind, tmp_path):
     ready = tmp_path / "ready"
     options = {"kind": kind, "first_call": "stop", "victim": 1, "ready": str(ready), "store_address": store}
-    with ranks(rank_programs.sums_until_lost, 2, deadline_s=1.0, **options) as group:
+    with ranks(rank_programs.sums_until_lost, 2, deadline_s=3.0, **options) as group:
         outcome = group.outcome(0)
     assert outcome.error == "CollectiveTimeout"
     assert outcome.at_s - float(ready.read_text()) >= 0.9

@@ -127,11 +127,11 @@ def test_a_lost_peer_raises_on_all_survivors_within_a_second(size, how, tmp_path
 @pytest.mark.fault("K20")
 def test_a_frozen_peer_raises_at_the_deadline(tmp_path):
     ready = tmp_path / "ready"
-    with ranks(rank_programs.sums_until_lost, 3, kind="shm", first_call="stop", victim=2, deadline_s=0.5, ready=str(ready)) as group:
+    with ranks(rank_programs.sums_until_lost, 3, kind="shm", first_call="stop", victim=2, deadline_s=3.0, ready=str(ready)) as group:
         outcomes = [group.outcome(rank) for rank in range(2)]
     # whoever times out first leaves the group, which the other may see before its own deadline
     assert "CollectiveTimeout" in {outcome.error for outcome in outcomes} <= {"CollectiveTimeout", "PeerLost"}
-    assert all(outcome.at_s - float(ready.read_text()) >= 0.45 for outcome in outcomes)
+    assert all(outcome.at_s - float(ready.read_text()) >= 2.7 for outcome in outcomes)
 
 
 @pytest.mark.fault("K20")
