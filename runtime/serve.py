@@ -252,6 +252,7 @@ def _kernels_explained() -> Iterator[None]:
 
 
 def main(options: argparse.Namespace) -> int:
+    signal.signal(signal.SIGHUP, lambda *_: None)  # until there is something to reload; by default it would end us
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     process_memory.do_without_scipy()
     try:

@@ -210,11 +210,7 @@ def _smaller_model(source: str, entry: SmallerModelEntry | None) -> SmallerModel
     if entry is None:
         return None
     _check_url(f"{source}: smaller_model.url", entry.url)
-    key = os.environ.get(entry.api_key_env, "") if entry.api_key_env else ""
-    if entry.api_key_env and not _is_key(key):
-        raise ScenarioError(
-            f"{source}: smaller_model.api_key_env: the environment has no {shown(entry.api_key_env)} with a key of printable ASCII"
-        )
+    key = _key_in(f"{source}: smaller_model.api_key_env", entry.api_key_env) if entry.api_key_env is not None else ""
     given = entry.model_dump(exclude={"api_key_env", "classes"})
     try:
         return SmallerModelSettings(**given, classes=tuple(entry.classes), api_key=key)
@@ -224,8 +220,14 @@ def _smaller_model(source: str, entry: SmallerModelEntry | None) -> SmallerModel
 
 def _check_url(key: str, url: str | None) -> None:
     """Raises: ScenarioError for what is no address of an HTTP server."""
-    if problem := _url_problem(url or ""):
-        raise ScenarioError(f"{key}: {shown(url)} {problem}")
+    text = url or ""
+    try:
+        parts = urlsplit(text)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
+    except ValueError:  # a port that is no number
+        is_good = False
+    if not (is_good and text.isascii() and text.isprintable() and " " not in text):
+        raise ScenarioError(f"{key}: {shown(url)} must begin with http:// or https://, then HOST or HOST:PORT")
 
 
 def _beside(config: Path | None, name: str | None) -> str | None:
@@ -264,38 +266,24 @@ def _groups(source: str, entry: ServiceEntry, spec: ClusterSpec) -> tuple[GroupE
             chosen = chosen.model_copy(update={"ranks": ranks})
         elif chosen.ranks is not None:
             raise ScenarioError(f"{source}: groups.{group.name}.ranks: only for kind torch_tp")
-        if chosen.kind == "openai_http":
-            _check_url(f"{source}: groups.{group.name}.url", chosen.url)
         where = f"{source}: groups.{group.name}"
+        if chosen.kind == "openai_http":
+            _check_url(f"{where}.url", chosen.url)
         for name in ("url", "remote_model", "api_key_env"):
             if chosen.kind != "openai_http" and getattr(chosen, name) is not None:
                 raise ScenarioError(f"{where}.{name}: only for kind openai_http")
-        if chosen.api_key_env is not None and not _is_key(os.environ.get(chosen.api_key_env, "")):
-            raise ScenarioError(f"{where}.api_key_env: the environment has no {shown(chosen.api_key_env)} with a key of printable ASCII")
+        if chosen.api_key_env is not None:
+            _key_in(f"{where}.api_key_env", chosen.api_key_env)
         groups.append(chosen)
     return tuple(groups)
 
 
-def _is_key(text: str) -> bool:
-    """Whether it can stand in a header, where anything else would begin another one."""
-    return bool(text) and text.isascii() and text.isprintable()
-
-
-def _url_problem(url: str) -> str:
-    """Why no server can be asked at `url`; "" where one can."""
-    if not url.startswith(("http://", "https://")):
-        return "must begin with http:// or https://, then HOST or HOST:PORT"
-    if not url.isascii() or not url.isprintable() or " " in url:
-        return "must be printable ASCII without spaces"
-    try:
-        parts = urlsplit(url)
-        return (
-            ""
-            if parts.hostname and parts.port != 0 and not parts.query and not parts.fragment
-            else "must be http://HOST:PORT or http://HOST:PORT/PATH"
-        )
-    except ValueError as error:  # of a port or an address
-        return f"cannot be used: {error}"
+def _key_in(key: str, variable: str) -> str:
+    """A server's key from the environment. Raises: ScenarioError without one, and for what would begin another header."""
+    found = os.environ.get(variable, "")
+    if not (found and found.isascii() and found.isprintable()):
+        raise ScenarioError(f"{key}: the environment has no {shown(variable)} with a key of printable ASCII")
+    return found
 
 
 def _settings(source: str, key: str, kind: Any, given: Mapping[str, Any]) -> Any:

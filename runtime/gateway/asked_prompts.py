@@ -80,9 +80,14 @@ def template_message(message: schemas.Message, place: int) -> dict[str, Any]:
             )
     content = message.content
     if isinstance(content, list):
-        for part in content:
-            if part.type != "text" or part.text is None:
-                raise invalid(f"Only parts of type 'text' are understood by this model, got '{part.type[:64]}'.", f"{where}.content")
+        for number, part in enumerate(content):
+            if part.type != "text":
+                raise ApiError(
+                    400, f"Only parts of type 'text' are understood by this model, got '{part.type[:64]}'.",
+                    param=f"{where}.content[{number}].type", code="unsupported", reason="unsupported",
+                )  # fmt: skip
+            if part.text is None:
+                raise invalid("A part of type 'text' needs 'text'.", f"{where}.content[{number}].text")
         content = "\n".join(part.text or "" for part in content)
     # `developer` is the API's newer word for what templates know as `system`
     made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}

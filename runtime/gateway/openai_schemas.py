@@ -32,16 +32,24 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class TextPart(Struct, forbid_unknown_fields=True):
+class Part(Struct, forbid_unknown_fields=True):
+    """What is not text is known by name, so that it is refused as what it is."""
+
     type: str
     text: str | None = None
+    refusal: Field = UNSET
+    image_url: Field = UNSET
+    input_audio: Field = UNSET
+    audio_url: Field = UNSET
+    video_url: Field = UNSET
+    file: Field = UNSET
 
 
 class Message(Struct, forbid_unknown_fields=True):
     """refusal, annotations, audio, reasoning_content: what an earlier answer carried beside its text; no part of a prompt."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Field = UNSET

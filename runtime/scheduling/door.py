@@ -55,7 +55,7 @@ class Door:
             raise refusal("draining", "the service is shutting down", 1.0)
         if in_flight >= self.settings.in_flight_max:
             raise refusal("queue_full", f"{in_flight} calls are being served; at most that many", 1.0)
-        if not (self._groups.open_to_new().any() or self._groups.is_returning.any()):
+        if not (self._groups.open_to_new() | self._groups.is_returning).any():
             raise refusal("no_capacity", "no group can serve now", self.retry_after_s())
         admission = self._class_breaker.admit(call.class_index)
         if not admission.is_allowed:

@@ -85,8 +85,8 @@ class Placing:
             if is_refused and (not may_hold or is_full):
                 if self._now_s() >= call.deadline_s:
                     raise refusal("deadline", "its deadline passed while it waited")
-                is_open = is_awaited or bool((alive & (self._view().breaker_state == State.CLOSED)).any())
-                reason = "queue_full" if is_open else "no_capacity"
+                can_take = alive & (self._view().breaker_state == State.CLOSED)
+                reason = "queue_full" if is_awaited or can_take.any() else "no_capacity"
                 raise refusal(reason, f"no group took it within {patience_s:g} s", self._door.retry_after_s())
             if is_refused and is_possible:
                 raise refusal("queue_full", "the scheduler refused it", self._door.retry_after_s())
@@ -101,7 +101,7 @@ class Placing:
             return False
         could = fits.copy()
         could[list(excluded)] = False
-        return bool((could & returning).any() and not (could & self._groups.alive() & ~returning).any())
+        return bool((could & returning).any() and not (could & self._groups.open_to_new() & ~returning).any())
 
     def go_on_at(self, back: GivenBack, call: Call, request: Request, begun: Begun) -> Attempt | None:
         """An attempt at the group that a moved call was promised; None where it takes no calls."""

@@ -68,8 +68,8 @@ def error_of(response: httpx.Response, status: int = 400) -> dict:
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": {"a": 1}}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x"}] * 2049}, "messages"),
@@ -115,6 +115,15 @@ def test_a_bad_field_of_chat_is_named(client, service, change, param):
 def test_a_bad_field_of_completions_is_named(client, service, change, param):
     assert error_of(client.post("/v1/completions", json=TEXT | change))["param"] == param
     assert service.dispatcher.calls == []
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url", "refusal"])
+def test_a_part_that_is_no_text_is_not_supported(client, kind):
+    """Not called unknown: the API knows it, and clients tell the two apart by the code."""
+    part = {"type": kind, kind: {"url": "data:image/png;base64,AAAA"}}
+    body = {"model": OWN, "messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}]}
+    error = error_of(client.post("/v1/chat/completions", json=body))
+    assert (error["code"], error["param"]) == ("unsupported", "messages[0].content[1].type") and kind in error["message"]
 
 
 def test_missing_fields_are_named(client):
