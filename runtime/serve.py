@@ -277,3 +277,5 @@ def main(options: argparse.Namespace) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # told again while the interpreter ends, it would seem killed
