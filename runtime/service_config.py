@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from envs.decision.actions import Decision
 from envs.domain.suggestions import unknown_name
@@ -24,6 +24,7 @@ from runtime.records.settings import RecordEntry
 from runtime.rollout.settings import RolloutEntry
 from runtime.scheduling.control_settings import ControlSettings
 from runtime.scheduling.dispatch_settings import DispatchSettings
+from runtime.setting_bounds import DEVICE
 from runtime.tracing.tracer import DEFAULT_ENDPOINT, TracingSettings
 
 PORT_MAX = 65_535
@@ -37,11 +38,19 @@ class Entry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`yes` and `true` would pass for 1."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
+            raise ValueError(f"{str(value).lower()} is no number")
+        return value
+
 
 class RankEntry(Entry):
     """One rank of a torch_tp group. speed: relative, until measured. slow_factor: EMULATION of a device so many times slower."""
 
-    device: str = "cpu"
+    device: str = Field(default="cpu", pattern=f"^({DEVICE})$")
     speed: float = Field(default=1.0, gt=0)
     slow_factor: float = Field(default=1.0, ge=1)
     threads: int = Field(default=1, ge=1, le=256)

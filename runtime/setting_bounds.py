@@ -16,3 +16,7 @@ def check_bounds(settings: Any, bounds: Mapping[str, Bounds]) -> None:
         value = getattr(settings, name)
         if not least <= value <= most:
             raise ValueError(f"{type(settings).__name__}: {name}={shown(value, 24)} must be within {least:.12g} to {most:.12g}")
+
+
+DEVICE = r"cpu|cuda(:\d{1,3})?"
+"""Where a rank may compute, as a regular expression."""

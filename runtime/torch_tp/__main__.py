@@ -166,10 +166,13 @@ def _ranks(options: argparse.Namespace) -> list[RankSettings]:
     if len(devices) != count:
         raise BadInput(f"--devices {options.devices}: expected one, or one per rank ({count})")
     factors = [max(speeds) / speed if options.emulate else 1.0 for speed in speeds]
-    return [
-        RankSettings(speed=speed, device=device, slow_factor=factor, threads=options.threads)
-        for speed, device, factor in zip(speeds, devices, factors, strict=True)
-    ]
+    try:
+        return [
+            RankSettings(speed=speed, device=device, slow_factor=factor, threads=options.threads)
+            for speed, device, factor in zip(speeds, devices, factors, strict=True)
+        ]
+    except ValueError as error:
+        raise BadInput(str(error)) from None
 
 
 def _strikes(options: argparse.Namespace, ranks: int) -> list[Strike]:

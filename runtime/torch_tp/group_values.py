@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from envs.decision.detection import FailureKind
 from envs.domain.plans import LayerPlans
 from envs.domain.suggestions import unknown_name
+from runtime.setting_bounds import DEVICE
 from runtime.torch_tp.emulation import SlowDown
 from runtime.torch_tp.overlap import POLICIES
 
@@ -72,6 +74,8 @@ class RankSettings:
     def __post_init__(self) -> None:
         if not 0 < self.speed < float("inf"):
             raise ValueError(f"RankSettings: speed={self.speed} must be positive and finite")
+        if not re.fullmatch(DEVICE, self.device):
+            raise ValueError(f"RankSettings: device={self.device!r} must be cpu, cuda or cuda:N")
         if self.threads < 1:
             raise ValueError(f"RankSettings: threads={self.threads} must be at least 1")
         SlowDown(self.slow_factor)  # says what is wrong with it

@@ -151,6 +151,7 @@ def test_real_ranks_give_a_cluster_that_is_simulated(dreams, nursery, tmp_path):
         (["--ranks", "0"], "within 1 to 256"),
         (["--ranks", "100000"], "within 1 to 256"),
         (["--repeats", "0"], "--repeats 0"),
+        (["--devices", "nope"], "must be cpu, cuda or cuda:N"),
         (["--budget-s", "nan"], "--budget-s nan"),
         (["--slots", "0"], "--slots 0"),
         (["--slots", "99999999"], "--slots"),

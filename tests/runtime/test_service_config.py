@@ -63,6 +63,8 @@ LONG = "x" * 5000
         ('{cluster: unlike-3, model: {name: "\\ud800"}}', "half a character"),
         ('{cluster: unlike-3, host: ""}', "host"),  # which would be every address of the machine
         ("{cluster: unlike-3, port: 65536}", "port"),
+        ("{cluster: unlike-3, port: true}", "true is no number"),
+        ("{cluster: unlike-3, model: {path: smollm2}, groups: {pair: {kind: torch_tp, ranks: [{device: nope}, {}]}}}", "device"),
         ('{cluster: unlike-3, api_keys_env: ""}', "api_keys_env"),  # which would be no key at all
         ("{cluster: unlike-3, gateway: {api_keys: [1]}}", "api_keys"),
         ("{cluster: unlike-3, scheduler: {heuristic: net_utilty}}", 'did you mean "net_utility"'),

@@ -61,6 +61,9 @@ def test_text_output_shows_plan_tokens_and_times(dreams, capsys):
         (["--max-tokens", "128", "x"], "exceed 128"),
         (["--temperature", "-1", "x"], "temperature"),
         (["--devices", "cpu,cpu,cpu", "x"], "--devices"),
+        (["--devices", "nope", "x"], "'nope' must be cpu, cuda or cuda:N"),
+        (["--threads", "0", "x"], "threads=0"),
+        (["--speeds", "1,1e-30", "--emulate", "x"], "slow_factor"),
         (["--chat", "x"], "chat template"),
     ],
 )
