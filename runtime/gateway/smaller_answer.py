@@ -10,7 +10,17 @@ from collections.abc import Mapping
 import msgspec
 
 from envs.decision.circuit_breaker import Outcome, classify, is_backpressure
-from runtime.backends.event_stream import OF_THE_OPERATOR, TOKEN_CHARS_MAX, BadEvent, Event, EventReader, Usage, event_of, message_of, seconds_of
+from runtime.backends.event_stream import (
+    OF_THE_OPERATOR,
+    TOKEN_CHARS_MAX,
+    BadEvent,
+    Event,
+    EventReader,
+    Usage,
+    event_of,
+    message_of,
+    seconds_of,
+)
 from runtime.backends.http_client import HttpConnection, HttpLost
 from runtime.gateway.call_making import Asked
 from runtime.gateway.smaller_model import ANSWER_BYTES_MAX, ERROR_BYTES_MAX, SmallerModel, Unanswered, fields_of
@@ -23,7 +33,7 @@ EVENTS_MORE = 64  # a role, usage, signs of life
 
 
 def _most(asked: Asked) -> tuple[float, float]:
-    """Events and characters of all answers that were asked for; without bound where the caller names none, since that server's own holds."""
+    """Events and characters of all that was asked for; without bound where the caller names none, since that server's own holds."""
     body = asked.calls[0].body
     tokens = body.get("max_completion_tokens") or body.get("max_tokens")
     if not isinstance(tokens, int):

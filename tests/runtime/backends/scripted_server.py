@@ -15,9 +15,8 @@ CONTEXT = 4096
 
 class ScriptedServer:
     """Words are a function of prompt, seed and place, the same for each of n answers. `fault(path, index)` is asked before every word (-1:
-    before the answer) and may name "die", "hang", "garble", "error_event", "no_finish", "no_marker", "another" (a choice that nobody asked for),
-    "endless" (the word for ever; "endless_empty": events without one), or a status as "503" or "503+1" (with Retry-After:
-    1)."""
+    before the answer) and may name "die", "hang", "garble", "error_event", "no_finish", "no_marker", "another" (a choice that nobody asked
+    for), "endless" (the word for ever; "endless_empty": events without one), or a status as "503" or "503+1" (with Retry-After: 1)."""
 
     def __init__(self, gap_s: float = 0.001, fault: Callable[[dict[str, Any], int], str | None] = lambda body, index: None) -> None:
         self.gap_s, self.fault = gap_s, fault
