@@ -481,3 +481,24 @@ def test_a_served_policy_decides_and_its_death_is_not_felt(tmp_path, kernels):
         assert policies() != [policy]
     finally:
         assert running.stop() == 0
+
+
+def test_own_ranks_beside_groups_of_another_kind(ranks_file):
+    """They want token ids, whoever else is there."""
+    content = yaml.safe_load(Path(ranks_file).read_text())
+    file = Path(ranks_file).with_name("mixed.yaml")
+    file.write_text(yaml.safe_dump(content | {"groups": {"single": content["groups"]["single"]}}))
+    running = Running("--config", str(file))
+    asked = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+    try:
+        end_s = time.monotonic() + 60.0
+        while not all(group["state"] == "serving" for group in json.loads(running.get("/admin/state")[1])["groups"]):
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        for idle in ("pair", "single"):
+            assert running.post(f"/admin/groups/{idle}/drain", {})[0] == 200
+            status, body, _ = running.post("/v1/completions", asked)
+            assert status == 200 and body["usage"]["completion_tokens"] == 4, body
+            assert running.post(f"/admin/groups/{idle}/undrain", {})[0] == 200
+    finally:
+        assert running.stop() == 0
