@@ -358,7 +358,7 @@ def test_ranks_join_under_load(kind: str, request: pytest.FixtureRequest, kernel
 
         if kind == "torch_tp":  # the engine would go on over the rank that works
             good = service.backends[1]._settings
-            service.backends[1]._settings = replace(good, ranks=({"device": "nonsense"},))
+            service.backends[1]._settings = replace(good, ranks=({"device": "cuda:63"},))
             failed = await service.order(K.REGROUP, 1, 0)
             assert failed.outcome == "failed" and failed.error.endswith("up, but without rank 1"), failed
             assert text_of(await service.answer(again(2))) == references[2] and len(backend.report().plan.query_heads) == 1
