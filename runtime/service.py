@@ -104,7 +104,8 @@ class Service:
         self._leaving: set[asyncio.Task[None]] = set()
         self.has_started = False
         self._tokens_max = self._least_tokens(telemetry)
-        is_foreign = any(entry.kind != "torch_tp" for entry in config.groups)  # then prompts go as they came
+        # without ranks of our own, which want token ids, prompts go as they came
+        is_foreign = all(entry.kind != "torch_tp" for entry in config.groups)
         model = ServedModel(config.model_name, self._tokens_max, None if is_foreign else config.model_path, int(time.time()))
         self._models = {config.model_name: model}
 

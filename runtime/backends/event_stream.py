@@ -15,6 +15,8 @@ import msgspec
 EVENT_BYTES_MAX = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 RETRY_AFTER_DEFAULT_S = 1.0
+TOKEN_CHARS_MAX = 512
+"""More than any token of a real vocabulary has. A server that goes on for ever would fill the memory of an answer that is not streamed."""
 OF_THE_OPERATOR = (401, 403, 404, 405, 408)
 """A wrong key, a model that is not there, a path that is not: nothing of these is the caller's, who is served elsewhere."""
 

@@ -17,7 +17,16 @@ import msgspec
 
 from envs.domain.commands import CommandKind
 from envs.domain.plans import SplitPlan, TpGroup
-from runtime.backends.event_stream import OF_THE_OPERATOR, BadEvent, EventReader, Usage, decode_json, message_of, seconds_of
+from runtime.backends.event_stream import (
+    OF_THE_OPERATOR,
+    TOKEN_CHARS_MAX,
+    BadEvent,
+    EventReader,
+    Usage,
+    decode_json,
+    message_of,
+    seconds_of,
+)
 from runtime.backends.http_client import HttpClient, HttpConnection, HttpLost, HttpRefused
 from runtime.backends.interface import (
     NOTHING,
@@ -45,8 +54,6 @@ METRICS_DEADLINE_S = 2.0
 PROBE_DEADLINE_S = 3.0
 PAGE_BYTES_MAX = 4 << 20
 JSON_HEADER = "content-type: application/json\r\n"
-TOKEN_CHARS_MAX = 512
-"""More than any token of a real vocabulary has. A server that goes on for ever would fill the memory of an answer that is not streamed."""
 FIRST = (0, None)
 OF_THE_GATEWAY = ("model", "stream", "stream_options", "n", "best_of", "prompt", "messages", "max_tokens", "max_completion_tokens", "user")
 GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "tools", "functions")

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from runtime.gateway.admin_access import check_access
 from runtime.gateway.errors import ApiError, invalid
-from runtime.gateway.generation import Generation
+from runtime.gateway.generation import Generation, shutting_down
 from runtime.gateway.recent_requests import requests_told
 
 BODY_BYTES_MAX = 64 << 10
@@ -149,6 +149,12 @@ class Admin:
                 return _json(await asyncio.shield(task))
         except TimeoutError:
             raise ApiError(504, f"Not done within {ORDER_WAIT_S:g} s; see /admin/state.", code="deadline", reason="deadline") from None
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if not self._shared.is_draining or current is None:
+                raise
+            current.uncancel()  # the server's patience is at its end: who ordered is told so
+            raise shutting_down() from None
         except OrderRefused as refused:
             raise ApiError(STATUS_OF[refused.reason], str(refused), code=refused.reason, reason="invalid") from refused
 

@@ -4,18 +4,43 @@ waits have deadlines, and the server's breaker is told how it went."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 
 import msgspec
 
 from envs.decision.circuit_breaker import Outcome, classify, is_backpressure
-from runtime.backends.event_stream import OF_THE_OPERATOR, BadEvent, Event, EventReader, Usage, event_of, message_of, seconds_of
+from runtime.backends.event_stream import (
+    OF_THE_OPERATOR,
+    TOKEN_CHARS_MAX,
+    BadEvent,
+    Event,
+    EventReader,
+    Usage,
+    event_of,
+    message_of,
+    seconds_of,
+)
 from runtime.backends.http_client import HttpConnection, HttpLost
 from runtime.gateway.call_making import Asked
 from runtime.gateway.smaller_model import ANSWER_BYTES_MAX, ERROR_BYTES_MAX, SmallerModel, Unanswered, fields_of
 
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 DEGRADED_CHARS_MAX = 256
+DONE = b"data: [DONE]\n\n"
+EVENTS_PER_TOKEN_MAX = 2
+EVENTS_MORE = 64  # a role, usage, signs of life
+
+
+def _most(asked: Asked) -> tuple[float, float]:
+    """Events and characters of all that was asked for; without bound where the caller names none, since that server's own holds."""
+    body = asked.calls[0].body
+    tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+    if not isinstance(tokens, int):
+        return math.inf, math.inf
+    echoed = sum(len(prompt.as_sent) for prompt in asked.prompts if isinstance(prompt.as_sent, str)) * asked.answers_per_prompt
+    count = len(asked.calls)
+    return count * (tokens * EVENTS_PER_TOKEN_MAX + EVENTS_MORE), count * (tokens + 1) * TOKEN_CHARS_MAX + echoed
 
 
 class CutShort(Exception):
@@ -36,6 +61,7 @@ class SmallerAnswer:
         self._connection: HttpConnection | None = None
         self._reader = EventReader()
         self._outcome, self._reason, self._is_busy = Outcome.NEUTRAL, "", False
+        self._events_left, self._chars_left = _most(asked)
         self.is_whole = False
         self.finish_reasons: dict[int, str] = {}
         self.tokens = 0
@@ -144,23 +170,41 @@ class SmallerAnswer:
                     return data
             except BadEvent as error:
                 raise CutShort(str(error)) from error
-        raise CutShort("the stream ended without its end marker")
+        return self._ended()  # some servers end without a word
+
+    def _ended(self) -> bytes:
+        """The end, as the caller gets it. Raises: CutShort where it came too early."""
+        try:
+            self._reader.end()
+        except BadEvent as error:
+            raise CutShort(str(error)) from error
+        self._finished()
+        return DONE
 
     def _relayed(self, found: tuple[bytes, Event] | None) -> bytes:
         """An event as the caller gets it."""
         if found is None:
             self._finished()
-            return b"data: [DONE]\n\n"
+            return DONE
         data, event = found
         self._note(event)
         return b"data: " + self._named(data, event) + b"\n\n"
 
     def _note(self, event: Event) -> None:
+        """Raises: CutShort for what is no answer to what was asked."""
         self.usage = event.usage or self.usage
+        self._events_left -= 1
         for choice in event.choices or ():
-            self.tokens += bool(choice.said())
-            if choice.finish_reason and isinstance(choice.index, int) and 0 <= choice.index < len(self._asked.calls):
-                self.finish_reasons[choice.index] = str(choice.finish_reason)[:64]
+            index = 0 if choice.index is None else choice.index
+            if index not in range(len(self._asked.calls)):
+                raise CutShort(f"an answer that nobody asked for ({str(index)[:32]})")
+            text = choice.said()
+            self.tokens += bool(text)
+            self._chars_left -= len(text)
+            if choice.finish_reason:
+                self.finish_reasons[int(index)] = str(choice.finish_reason)[:64]
+        if self._events_left < 0 or self._chars_left < 0:
+            raise CutShort("longer than max_tokens can be")
 
     def _named(self, data: bytes, event: Event) -> bytes:
         """With the model's name as callers are told it, where the server calls it otherwise."""

@@ -46,7 +46,7 @@ class Placing:
 
     async def place(self, call: Call, request: Request, begun: Begun, failed: frozenset[int], is_new: bool) -> Attempt:
         """Ask where the call goes, and hold it until somebody takes it; is_new: it may be shed. Raises: Refusal."""
-        asked_s = self._now_s()
+        asked_s = waits_since_s = self._now_s()
         # a caller that has half an answer cannot ask again for the rest: it waits as long as for the retry budget
         patience_s = max(self.settings.hold_max_s, self.settings.retry_wait_s) if begun.pieces else self.settings.hold_max_s
         keys = block_keys(call.prompt_ids)
@@ -59,7 +59,9 @@ class Placing:
         while True:
             fits, excluded = self._telemetry.fits(call.prompt_tokens + call.max_tokens), self._excluded(call, begun, failed)
             is_awaited = self._is_awaited(fits, excluded)
-            hold_until_s = min(math.inf if is_awaited else asked_s + patience_s, call.deadline_s)
+            if is_awaited:
+                waits_since_s = self._now_s()  # once it is back, its breaker may let in one call at a time
+            hold_until_s = min(math.inf if is_awaited else waits_since_s + patience_s, call.deadline_s)
             may_hold = self._now_s() < hold_until_s
             # a parked group is started for a queue: where there is one, that must be seen
             may_shed = is_new and not self._telemetry.is_parked.any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import re
@@ -261,26 +262,35 @@ CLUSTER = {
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_who_is_cut_off_at_the_end_is_told(tmp_path, kernels, signals):
-    """Longer than `drain_s`, or told to stop twice: a stream ends in an error event, any other answer is the error; nothing is logged as
-    a failure of ours."""
+    """Longer than `drain_s`, or told to stop twice: a stream ends in an error event, any other answer is the error, an operator's order too
+    (ranks join the group that those calls are in); nothing is logged as a failure of ours."""
     file = tmp_path / "service.yaml"
-    file.write_text(yaml.safe_dump({"cluster": "unlike-3", "drain_s": 1 if signals == 1 else 60}))
+    cluster = yaml.safe_load((PROJECT / "envs/scenario/clusters/unlike-3.yaml").read_text())
+    spare = copy.deepcopy(cluster["groups"][-1]) | {"name": "spare", "parked": True}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster | {"groups": [*cluster["groups"], spare]}))
+    file.write_text(yaml.safe_dump({"cluster": "cluster.yaml", "drain_s": 1 if signals == 1 else 60}))
     running = Running("--config", str(file))
     asked = {"model": "Mistral-7B", "prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
     try:
         with ThreadPoolExecutor(2) as pool:
+            names = [group["name"] for group in cluster["groups"]]
+            assert running.post(f"/admin/groups/{names[0]}/drain", {})[0] == 200
             events = running.stream("/v1/completions", asked)
             assert next(events)["choices"][0]["text"]
             plain = pool.submit(running.post, "/v1/completions", asked)
             while json.loads(running.get("/admin/state")[1])["service"]["in_flight"] < 2:
                 time.sleep(0.02)
+            order = pool.submit(running.post, "/admin/groups/spare/join", {"target": names[1]})
+            time.sleep(0.3)
+            assert not order.done()
             for _ in range(signals):
                 running.process.send_signal(signal.SIGTERM)
                 time.sleep(0.3)
             seen = list(events)
             assert seen[-1] == "[DONE]" and seen[-2]["error"]["code"] == "draining"
-            status, body, _ = plain.result(timeout=20.0)
-            assert (status, body["error"]["code"]) == (503, "draining")
+            for told in (plain, order):
+                status, body, _ = told.result(timeout=20.0)
+                assert (status, body["error"]["code"]) == (503, "draining")
     finally:
         assert running.stop() == 0
     assert not any("Traceback" in line for line in running.lines)
@@ -469,5 +479,26 @@ def test_a_served_policy_decides_and_its_death_is_not_felt(tmp_path, kernels):
             assert running.post("/v1/completions", asked)[0] == 200
         until_policy_decides(decided())
         assert policies() != [policy]
+    finally:
+        assert running.stop() == 0
+
+
+def test_own_ranks_beside_groups_of_another_kind(ranks_file):
+    """They want token ids, whoever else is there."""
+    content = yaml.safe_load(Path(ranks_file).read_text())
+    file = Path(ranks_file).with_name("mixed.yaml")
+    file.write_text(yaml.safe_dump(content | {"groups": {"single": content["groups"]["single"]}}))
+    running = Running("--config", str(file))
+    asked = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
+    try:
+        end_s = time.monotonic() + 60.0
+        while not all(group["state"] == "serving" for group in json.loads(running.get("/admin/state")[1])["groups"]):
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        for idle in ("pair", "single"):
+            assert running.post(f"/admin/groups/{idle}/drain", {})[0] == 200
+            status, body, _ = running.post("/v1/completions", asked)
+            assert status == 200 and body["usage"]["completion_tokens"] == 4, body
+            assert running.post(f"/admin/groups/{idle}/undrain", {})[0] == 200
     finally:
         assert running.stop() == 0

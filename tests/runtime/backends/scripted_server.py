@@ -15,8 +15,8 @@ CONTEXT = 4096
 
 class ScriptedServer:
     """Words are a function of prompt, seed and place, the same for each of n answers. `fault(path, index)` is asked before every word (-1:
-    before the answer) and may name "die", "hang", "garble", "error_event", "no_finish", or a status as "503" or "503+1" (with Retry-After:
-    1)."""
+    before the answer) and may name "die", "hang", "garble", "error_event", "no_finish", "no_marker", "another" (a choice that nobody asked
+    for), "endless" (the word for ever; "endless_empty": events without one), or a status as "503" or "503+1" (with Retry-After: 1)."""
 
     def __init__(self, gap_s: float = 0.001, fault: Callable[[dict[str, Any], int], str | None] = lambda body, index: None) -> None:
         self.gap_s, self.fault = gap_s, fault
@@ -87,7 +87,7 @@ class ScriptedServer:
         if not body.get("stream"):
             whole = {"message": {"role": "assistant", "content": "".join(words)}} if is_chat else {"text": "".join(words)}
             usage = {"prompt_tokens": 5, "completion_tokens": len(words) * len(answers)}
-            choices = [{"index": place, "finish_reason": "length", **whole} for place in answers]
+            choices = [{"index": place, "finish_reason": "length", **whole} for place in (*answers, *([7] if kind == "another" else []))]
             return web.json_response({"model": model, "choices": choices, "usage": usage})
         await response.prepare(request)
         stops = body.get("stop") or []
@@ -98,6 +98,10 @@ class ScriptedServer:
             elif kind == "error_event":
                 await response.write(b'data: {"error": {"message": "engine died"}}\n\ndata: [DONE]\n\n')
                 return response
+            while kind in ("endless", "endless_empty"):
+                part = {"delta": {"content": word}} if is_chat else {"text": word}
+                await response.write(_event({"model": model, "choices": [{"index": 0, **part}] if kind == "endless" else []}))
+                await asyncio.sleep(self.gap_s)
             await self._strike(request, kind)
             await asyncio.sleep(self.gap_s)
             place = min((p for stop in stops if (p := (text + word).find(stop)) >= 0), default=-1)
@@ -106,12 +110,12 @@ class ScriptedServer:
             text += word
             reason = ("stop" if place >= 0 else "length") if is_last and kind != "no_finish" else None
             part = {"delta": {"content": shown}} if is_chat else {"text": shown}
-            choices = [{"index": answer, "finish_reason": reason, **part} for answer in answers]
-            await response.write(b"data: " + json.dumps({"model": model, "choices": choices}).encode() + b"\n\n")
+            choices = [{"index": answer, "finish_reason": reason, **part} for answer in (*answers, *([7] if kind == "another" else []))]
+            await response.write(_event({"model": model, "choices": choices}))
             if is_last:
                 break
         usage = {"prompt_tokens": 5, "completion_tokens": (index + 1) * len(answers)}
-        await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
+        await response.write(_event({"choices": [], "usage": usage}) + (b"" if kind == "no_marker" else b"data: [DONE]\n\n"))
         return response
 
     async def _strike(self, request: web.Request, kind: str | None) -> None:
@@ -120,6 +124,10 @@ class ScriptedServer:
             raise ConnectionResetError
         if kind == "hang":
             await asyncio.sleep(3600)
+
+
+def _event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
 
 
 def _error(status: int, message: str, headers: dict[str, str]) -> web.Response:

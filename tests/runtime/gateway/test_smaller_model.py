@@ -295,7 +295,7 @@ def test_the_callers_own_deadline_stands_above_the_servers(service, small_server
     assert counts(service) == {"abandoned": 1} and desk_of(service).model.breaker.state is State.CLOSED
 
 
-@pytest.mark.parametrize("fault", ["die", "hang", "garble", "error_event", "no_finish"])
+@pytest.mark.parametrize("fault", ["die", "hang", "garble", "error_event", "no_finish", "another", "endless", "endless_empty"])
 def test_a_stream_lost_there_ends_in_an_error_event(service, small_server, fault):
     small_server.fault = lambda body, index: fault if index == (5 if fault == "no_finish" else 3) else None
     if fault == "hang":
@@ -307,8 +307,24 @@ def test_a_stream_lost_there_ends_in_an_error_event(service, small_server, fault
     *chunks, last = events(answer)
     assert answer.status_code == 200 and chunks and last["error"]["code"] == "stream_lost"
     shown = [chunk["choices"][0]["delta"]["content"] for chunk in chunks if chunk["choices"]]
+    shown = shown[:4] if fault == "endless" else shown
     assert shown == small_server.words(CHAT)[: len(shown)]
-    assert counts(service) == {"cut": 1}
+    assert counts(service) == {"cut": 1} and len(chunks) < 100
+    wait_until(lambda: small_server.in_flight == 0)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_that_nobody_asked_for_is_the_refusal(service, small_server, pair, is_stream):
+    small_server.fault = lambda body, index: "another" if index <= 0 else None
+    check_refused_as_without(pair, CHAT | {"stream": is_stream})
+    assert counts(service) == {"failed": 1}
+
+
+def test_some_servers_end_without_the_marker(service, small_server):
+    small_server.fault = lambda body, index: "no_marker"
+    *chunks, usage = events(post(service, CHAT | {"stream": True}))
+    assert [chunk["choices"][0]["delta"]["content"] for chunk in chunks] == small_server.words(CHAT) and usage["usage"]
+    assert counts(service) == {"answered": 1}
 
 
 def test_so_many_are_there_at_once_and_no_more(service, small_server, pair):

@@ -238,6 +238,33 @@ def test_a_start_that_fails_goes_back(kernels):
     play(SPEC, body, SETTINGS)
 
 
+def test_those_who_waited_for_a_start_that_fails_are_served_too(kernels):
+    """They have waited longer than hold_max_s when the old group is back, whose breaker lets one in at first."""
+
+    async def body(service: EmulatedService) -> None:
+        dispatcher, asked, may_fail = service.dispatcher, Asked(service), asyncio.Event()
+        dispatcher.apply(replace(dispatcher.settings, hold_max_s=1.5))
+        backend, start = service.backends[SOLO], service.backends[SOLO].start
+
+        async def unless_merged() -> None:
+            if kernel_ranks(backend) == 2:
+                await may_fail.wait()
+                raise BackendFault("rank 1 has no memory")
+            await start()
+
+        backend.start = unless_merged
+        task = asyncio.create_task(carried_out(service, Command(K.REGROUP, SPARE, SOLO)))
+        while backend.is_alive:
+            await asyncio.sleep(0.01)
+        asked.add(3, 20)
+        await service.pass_s(5.0)
+        may_fail.set()
+        assert (await task).outcome == "failed"
+        await asked.check_whole()
+
+    play(ALONE, body, SETTINGS)
+
+
 def test_what_cannot_join(kernels):
     """Refused by name: too many ranks for the snapshot's columns, a donor that serves, a target that does not, or that is being drained."""
 
@@ -331,7 +358,7 @@ def test_ranks_join_under_load(kind: str, request: pytest.FixtureRequest, kernel
 
         if kind == "torch_tp":  # the engine would go on over the rank that works
             good = service.backends[1]._settings
-            service.backends[1]._settings = replace(good, ranks=({"device": "nonsense"},))
+            service.backends[1]._settings = replace(good, ranks=({"device": "cuda:63"},))
             failed = await service.order(K.REGROUP, 1, 0)
             assert failed.outcome == "failed" and failed.error.endswith("up, but without rank 1"), failed
             assert text_of(await service.answer(again(2))) == references[2] and len(backend.report().plan.query_heads) == 1
