@@ -76,11 +76,12 @@ def event_of(data: bytes) -> Event:
 class EventReader:
     """Of one stream."""
 
-    __slots__ = ("_half_event", "_half_line", "_is_begun")
+    __slots__ = ("_half_line", "_held", "_held_bytes", "_is_begun")
 
     def __init__(self) -> None:
         self._half_line = b""
-        self._half_event: bytes | None = None
+        self._held: list[bytes] = []  # lines of an event that is not whole yet
+        self._held_bytes = 0
         self._is_begun = False
 
     def take(self, chunk: bytes) -> Iterator[tuple[bytes, Event] | None]:
@@ -88,7 +89,7 @@ class EventReader:
         BadEvent."""
         lines = (self._half_line + chunk).split(b"\n")
         self._half_line = lines.pop()
-        if len(self._half_line) > EVENT_BYTES_MAX:
+        if len(self._half_line) + self._held_bytes > EVENT_BYTES_MAX:
             raise BadEvent(f"an event of over {EVENT_BYTES_MAX} bytes")
         if lines and not self._is_begun:
             self._is_begun = True
@@ -97,32 +98,41 @@ class EventReader:
             if line.startswith(b"data:"):
                 data = line[5:].strip()
                 if data == b"[DONE]":
-                    self.end()
+                    yield from self._released()
                     yield None
                     return
-                if (found := self._joined(data)) is not None:
+                if (found := self._whole(data)) is not None:
                     yield found
             elif not line.strip():
-                self.end()
+                yield from self._released()
 
     def end(self) -> None:
-        """No further line belongs to the event that was begun. Raises: BadEvent where it is no whole one."""
-        if self._half_event is not None:
-            event_of(self._half_event)
+        """Nothing more comes. Raises: BadEvent where an event was begun."""
+        if self._held:
+            raise BadEvent("it ended in the middle of an event")
 
-    def _joined(self, data: bytes) -> tuple[bytes, Event] | None:
-        """None where `data` is a part of an event as yet. Between the lines of one there is nothing but space, as far as JSON goes."""
-        if self._half_event is not None:
-            data = self._half_event + b" " + data
-        try:
-            event = _decode(data)
-        except (ValueError, RecursionError):
-            if len(data) > EVENT_BYTES_MAX:
-                event_of(data)  # which says what is wrong with it
-            self._half_event = data
-            return None
-        self._half_event = None
-        return data, event if event.error is None else event_of(data)
+    def _whole(self, data: bytes) -> tuple[bytes, Event] | None:
+        """None where `data` is a part of an event, which then waits for its end: looked at with every line of it, a long one would take
+        the square of its length."""
+        if not self._held:
+            try:
+                event = _decode(data)
+            except (ValueError, RecursionError):
+                pass
+            else:
+                return data, event if event.error is None else event_of(data)
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes > EVENT_BYTES_MAX:
+            raise BadEvent(f"an event of over {EVENT_BYTES_MAX} bytes")
+        return None
+
+    def _released(self) -> Iterator[tuple[bytes, Event]]:
+        """The event on several lines, if there is one. Between its lines there is nothing but space, as far as JSON goes."""
+        if self._held:
+            data = b" ".join(self._held)
+            self._held, self._held_bytes = [], 0
+            yield data, event_of(data)
 
 
 def seconds_of(retry_after: str | None) -> float:

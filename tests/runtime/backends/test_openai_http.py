@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from envs.decision.circuit_breaker import State
-from runtime.backends.event_stream import EventReader
+from runtime.backends.event_stream import BadEvent, EventReader
 from runtime.backends.interface import BackendBusy, BackendFault, BadCall, Begun
 from runtime.backends.load_metrics import load_of
 from runtime.backends.openai_http import OpenAiHttpBackend
@@ -257,6 +257,17 @@ def test_an_event_may_be_cut_anywhere(at):
     reader = EventReader()
     parts = [IN_LINES[i : i + at] for i in range(0, len(IN_LINES), at)]
     assert [event.choices[0].text for part in parts for _, event in reader.take(part)] == ["a ", "b ", "c"]
+
+
+def test_an_event_of_many_lines_takes_time_in_proportion():
+    """A hundred thousand lines of one event, which could still become whole with each: looked at again with every line they would hold
+    up the loop for minutes."""
+    reader = EventReader()
+    began_s = time.process_time()
+    assert not list(reader.take(b'data: {"a": [1,\n' + b"data: 1,\n" * 100_000))
+    with pytest.raises(BadEvent):
+        list(reader.take(b"\n"))
+    assert time.process_time() - began_s < 5.0
 
 
 def test_a_server_that_never_stops_is_stopped():
