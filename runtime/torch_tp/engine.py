@@ -357,7 +357,6 @@ class Engine:
         """From the supervisor's thread: a new epoch, also one that a step lived through (buddies)."""
         self.changes.append(change)
         self._rebuilds += 1
-        self._plan_changes.lost(lost.worker for lost in change.lost)
 
     def _moved(self, step: SlideStep) -> None:
         """A slide changed something between two steps."""
@@ -398,7 +397,6 @@ class Engine:
             raise gone
         logger.warning("whole group lost, starting anew reason=%s", gone)
         self.supervisor.close()
-        self._plan_changes.group_gone()
         supervisor = self._make_supervisor(self._note_change)
         with self._lock:
             self.supervisor = supervisor

@@ -112,6 +112,10 @@ class Group:
         """Workers that are loaded and in no group."""
         return tuple(link.worker for link in self.roster.standing(Standing.SPARE))
 
+    def absent(self) -> tuple[int, ...]:
+        """Workers of this host that have no process."""
+        return tuple(link.worker for link in self.roster.standing(Standing.ABSENT) if not link.settings.is_remote)
+
     def _members(self) -> list[WorkerLink]:
         return self.roster.standing(Standing.MEMBER)
 
@@ -132,7 +136,7 @@ class Group:
 
     def on_lost(self, lost: LostRank, was_member: bool) -> None:
         """From the roster: the group, if the worker was in it, is rebuilt."""
-        self._lost.append(lost)
+        self._lost = [*self._lost[1 - CHANGES_KEPT :], lost]  # one that dies while it loads is only told with the next group
         logger.warning("rank lost worker=%d kind=%s epoch=%d detail=%s", lost.worker, lost.kind.name, self.epoch, lost.detail)
         self._joining = tuple(worker for worker in self._joining if worker != lost.worker)
         if was_member or lost.worker in self.members:

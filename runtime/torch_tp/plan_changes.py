@@ -6,13 +6,14 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from envs.decision.move_prices import CopyPrice
 from envs.domain.plans import LayerPlans
 from runtime.torch_tp.group_values import GroupError, GroupGone, GroupRebuilt
 from runtime.torch_tp.resplit import Slide, SlideState, SlideStep, pays
+from runtime.torch_tp.revival import Revivals
 from runtime.torch_tp.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -28,14 +29,14 @@ def _covers(shares: Mapping[int, float], members: Sequence[int]) -> bool:
 
 
 class PlanChanges:
-    """`wish` and `lost` may come from any thread, the rest from the engine's. completed: slides that came to their end."""
+    """`wish` may come from any thread, the rest from the engine's. completed: slides that came to their end."""
 
     def __init__(self, *, revives: bool, corrects: bool, correct_every_s: float, on_step: Callable[[SlideStep], None]) -> None:
         """revives: start lost ranks again; corrects: follow measured speeds where it pays; on_step: told what a slide changed."""
         self.completed = 0
         self.paused_s = 0.0  # of all slides
         self._revives, self._corrects, self._correct_every_s, self._on_step = revives, corrects, correct_every_s, on_step
-        self._to_revive: deque[int] = deque()
+        self._revivals = Revivals()
         self._wishes: deque[tuple[Shares | None, Future[LayerPlans]]] = deque()
         self._slide: Slide | None = None
         self._told: Future[LayerPlans] | None = None
@@ -58,15 +59,6 @@ class PlanChanges:
         self._wishes.append((shares, told))
         return told
 
-    def lost(self, workers: Iterable[int]) -> None:
-        """These are to be started again, where that is wanted."""
-        if self._revives:
-            self._to_revive.extend(workers)
-
-    def group_gone(self) -> None:
-        """All are started anew: nobody is to be revived."""
-        self._to_revive.clear()
-
     def group_rebuilt(self, supervisor: Supervisor, detail: str) -> None:
         """No slot holds anything any more, so that no slide can go on; the new plan has work for every member."""
         self._take_in_from_s = math.inf
@@ -84,12 +76,12 @@ class PlanChanges:
 
     def tend(self, supervisor: Supervisor) -> None:
         """Go on with what is under way, or begin something. Raises: GroupRebuilt when a rank was lost in it."""
-        while self._to_revive:
-            worker = self._to_revive.popleft()
-            try:
-                supervisor.respawn(worker)
-            except ValueError as error:  # remote, or back already
-                logger.info("not revived worker=%d reason=%s", worker, error)
+        if self._revives and (absent := supervisor.absent):
+            for worker in self._revivals.due(absent, time.monotonic()):
+                try:
+                    supervisor.respawn(worker)
+                except (ValueError, OSError) as error:  # back already, or no process to be had now
+                    logger.info("not revived worker=%d reason=%s", worker, error)
         supervisor.raise_unreported()  # before a slide of the new group begins, which it would end
         if self._slide is None and self._revives and (supervisor.spares or time.monotonic() >= self._take_in_from_s):
             self._take_in(supervisor)

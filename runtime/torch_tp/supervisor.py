@@ -116,6 +116,11 @@ class Supervisor:
         return self._group.spares()
 
     @property
+    def absent(self) -> tuple[int, ...]:
+        """Workers of this host that have no process: they can be started again (`respawn`)."""
+        return self._group.absent()
+
+    @property
     def last_done(self) -> dict[int, StepDone]:
         """By worker, what it said of the last step."""
         return self._group.steps.last_done

@@ -117,6 +117,20 @@ def test_a_killed_or_frozen_rank_costs_no_token_and_comes_back(engine, number):
     until(lambda: min(engine.supervisor.plan.layers[0].query_heads) > 0)
 
 
+def test_a_rank_that_dies_while_it_comes_back_is_started_again(engine):
+    """No step and no new group tells of it: it was in none yet."""
+    killed = {engine.supervisor.pid_of(1)}
+    assert engine.signal_rank(1, signal.SIGKILL)
+    for _ in range(2):
+        until(lambda: engine.supervisor.pid_of(1) not in {None, *killed})
+        killed.add(engine.supervisor.pid_of(1))
+        if 1 not in engine.supervisor.members:
+            assert engine.signal_rank(1, signal.SIGKILL)
+    until(lambda: engine.supervisor.pid_of(1) not in {None, *killed} and engine.supervisor.members == (0, 1))
+    until(lambda: min(engine.supervisor.plan.layers[0].query_heads) > 0)
+    assert engine.submit(ask(engine, "after", ignore_eos=True, max_tokens=20)).result(60.0).finish_reason == "length"
+
+
 def streams_tokens(answer, expected):
     """The first token was read before."""
     return (expected[0], *answer.tokens)

@@ -31,6 +31,7 @@ class ToySupervisor:
     def __init__(self, told: Callable[[GroupChange], None], before_step: Callable[[StepCommand], None]) -> None:
         self.members: tuple[int, ...] = (0, 1)
         self.spares: tuple[int, ...] = ()
+        self.absent: tuple[int, ...] = ()
         self.epoch = 0
         self.plan: LayerPlans = layer_plans(MODEL, (1, 1), version=1)
         self.plans = (self.plan,)
