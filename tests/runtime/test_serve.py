@@ -441,24 +441,28 @@ def test_a_client_that_leaves_frees_its_place(ranks):
 
 @pytest.mark.fault("K22")
 def test_ready_is_false_while_nothing_can_make_a_token(ranks):
-    """Both hosts frozen: /ready is 503 in a moment although every process is there, /livez stays 200. They are then replaced, and it is
-    ready again."""
-    both_serve(ranks)
-    frozen = hosts(ranks)
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
-    began_s = time.monotonic()
-    while ranks.get("/ready")[0] == 200:
-        assert time.monotonic() - began_s < 4.5 * SLOWER  # the request itself may take 1.5 s
-    is_slow = time.monotonic() - began_s > 4.5  # else it is no death that made it so
-    assert is_slow or set(frozen) <= set(hosts(ranks))
-    assert ranks.get("/livez")[0] == 200
-    while ranks.get("/ready")[0] != 200:
-        assert time.monotonic() - began_s < GUARD_S
-        time.sleep(0.2)
-    assert set(hosts(ranks)) != set(frozen)
-    status, body, _ = ranks.post("/v1/completions", ASKED)
-    assert status == 200 and body["usage"]["completion_tokens"] == 90
+    """Both hosts frozen: /ready is 503 within 3 s although every process is there, /livez stays 200. They are then replaced, and it is
+    ready again. On full cores it may take so long that they are replaced first: they are frozen again, a few times."""
+    is_noticed = False
+    for _ in range(4):
+        both_serve(ranks)
+        frozen = hosts(ranks)
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+        while ranks.get("/ready")[0] == 200:
+            assert time.monotonic() - began_s < GUARD_S
+        is_noticed = time.monotonic() - began_s < 4.5  # the request itself may take 1.5 s; they are given up after 5
+        assert ranks.get("/livez")[0] == 200
+        while ranks.get("/ready")[0] != 200:
+            assert time.monotonic() - began_s < GUARD_S
+            time.sleep(0.2)
+        assert set(hosts(ranks)) != set(frozen)
+        status, body, _ = ranks.post("/v1/completions", ASKED)
+        assert status == 200 and body["usage"]["completion_tokens"] == 90
+        if is_noticed:
+            return
+    raise AssertionError("it was ready until they were given up")
 
 
 @pytest.mark.fault("K21")
