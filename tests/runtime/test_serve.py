@@ -30,7 +30,7 @@ from runtime.service_config import load_service
 from tests.conftest import GUARD_S, PROJECT, SLOWER
 from tests.runtime.scheduling.test_policy_faults import contents
 
-START_S = 120.0
+START_S = 240.0
 
 
 class Running:
