@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 
 import pytest
+import uvloop
 
 from runtime.scheduling.stream_watch import StreamWatch
 from tests.conftest import GUARD_S
@@ -75,3 +77,32 @@ def test_a_callers_cancellation_stays_one():
         watch.close()
 
     run(body)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("has_come", [True, False], ids=["unread", "silent"])
+def test_a_loop_that_stood_still_blames_no_stream(new_loop, has_come):
+    """Past the limit, but its piece came in time and lies unread in the socket; without one, the limit still ends the wait."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        while True:
+            yield await asyncio.get_running_loop().sock_recv(ours, 10)
+
+    async def body() -> None:
+        watch = StreamWatch(time.monotonic)
+        task = asyncio.create_task(watch.next(pieces(), time.monotonic() + 0.05))
+        await asyncio.sleep(0.01)
+        if has_come:
+            theirs.send(b"piece")
+        time.sleep(0.3)
+        if has_come:
+            assert await task == b"piece"
+        else:
+            with pytest.raises(TimeoutError):
+                await task
+        watch.close()
+
+    with ours, theirs, asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(asyncio.wait_for(body(), GUARD_S))
