@@ -19,7 +19,9 @@ import yaml
 
 from benchmarks.router_processes import Router, get, wait_for
 from benchmarks.tp_drill import LEFT_AFTER_S, marked, segments
+from runtime.backends.group_host import PROCESS_NAME
 from runtime.torch_tp.config import ModelConfig
+from runtime.torch_tp.process_name import process_name
 
 MARK = "BALLAST_DRILL"
 START_S = 300.0
@@ -136,8 +138,9 @@ class DrilledService(Router):
 
     def host(self, group: str) -> int | None:
         """Process of the group's engine."""
-        hosts = (pid for pid in children(self.process.pid) if "runtime.backends.group_host" in words(pid))
-        found = next((pid for pid in hosts if words(pid)[-2:-1] == [group]), None)
+        near = children(self.process.pid)
+        candidates = [*near, *(pid for nursery in near for pid in children(nursery))]
+        found = next((pid for pid in candidates if process_name(pid) == f"{PROCESS_NAME} {group}"), None)
         if found is not None:
             self.hosts_seen.add(found)
         return found
@@ -145,7 +148,7 @@ class DrilledService(Router):
     def ranks(self, group: str) -> list[int]:
         """Processes of its ranks: the children of its nursery."""
         host = self.host(group)
-        nurseries = [] if host is None else [pid for pid in children(host) if "runtime.torch_tp.nursery" in words(pid)]
+        nurseries = [] if host is None else [pid for pid in children(host) if process_name(pid) == "nursery"]
         return [rank for nursery in nurseries for rank in children(nursery)]
 
     def news(self) -> Iterator[Noticed]:
