@@ -21,6 +21,7 @@ from benchmarks.router_processes import Router, get, wait_for
 from benchmarks.tp_drill import LEFT_AFTER_S, marked, segments
 from runtime.backends.group_host import PROCESS_NAME
 from runtime.torch_tp.config import ModelConfig
+from runtime.torch_tp.nursery_process import PROCESS_NAME as NURSERY_NAME
 from runtime.torch_tp.process_name import process_name
 
 MARK = "BALLAST_DRILL"
@@ -148,7 +149,7 @@ class DrilledService(Router):
     def ranks(self, group: str) -> list[int]:
         """Processes of its ranks: the children of its nursery."""
         host = self.host(group)
-        nurseries = [] if host is None else [pid for pid in children(host) if process_name(pid) == "nursery"]
+        nurseries = [] if host is None else [pid for pid in children(host) if process_name(pid) == NURSERY_NAME]
         return [rank for nursery in nurseries for rank in children(nursery)]
 
     def news(self) -> Iterator[Noticed]:

@@ -7,6 +7,7 @@ this process, should it alone be lost: they end with the gateway.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import Sequence
@@ -14,13 +15,13 @@ from typing import ClassVar
 
 import msgspec
 
-from runtime.torch_tp import nursery
-from runtime.torch_tp.parent_death import wake_with_parent
+from runtime.torch_tp import nursery_process
+from runtime.torch_tp.nursery import Nursery
 
-PRELOADED = ("runtime.backends.group_host", *nursery.PRELOADED)
+PRELOADED = ("runtime.backends.group_host", *nursery_process.PRELOADED)
 
 
-class HostNursery(nursery.Nursery):
+class HostNursery(Nursery):
     """The gateway's half. `fork` may take long where the nursery is stopped; `poll` of what it forked, and `reap`, never do."""
 
     PROGRAM: ClassVar = "runtime.backends.host_nursery"
@@ -36,13 +37,15 @@ class HostNursery(nursery.Nursery):
 
 
 def become_host(arguments: Sequence[str], descriptors: Sequence[int], parent_pid: int) -> int:
+    """arguments: as those of a host that is an interpreter of its own."""
     from runtime.backends import group_host
 
-    wake_with_parent()
-    own = nursery.Nursery.forked(not_its=descriptors)
-    descriptor, group = arguments
+    descriptor, gateway_pid, group = arguments
+    gateway = os.pidfd_open(int(gateway_pid))  # which our parent, the nursery, may not live to see the end of
+    own = Nursery.forked(descriptors, gateway)
+    os.close(gateway)
     return group_host.main(int(descriptor), group, own)
 
 
 if __name__ == "__main__":
-    nursery.main(preloaded=PRELOADED, become=become_host)
+    nursery_process.main(preloaded=PRELOADED, become=become_host)

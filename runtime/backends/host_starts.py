@@ -14,7 +14,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from runtime.backends.host_nursery import HostNursery
-from runtime.torch_tp.nursery import ForkedProcess, NurseryGone
+from runtime.torch_tp.forked_process import ForkedProcess
+from runtime.torch_tp.nursery import NurseryGone
 from runtime.torch_tp.revival import Revivals
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def _fork(nursery: HostNursery, group: str) -> tuple[ForkedProcess, socket.socke
     ours, theirs = _pair()
     with theirs:
         try:
-            return nursery.fork(["{0}", group.replace("{", "{{").replace("}", "}}")], None, [theirs.fileno()]), ours
+            return nursery.fork(["{0}", str(os.getpid()), group.replace("{", "{{").replace("}", "}}")], None, [theirs.fileno()]), ours
         except BaseException:
             ours.close()  # one that was forked all the same ends with it
             raise
@@ -69,6 +70,11 @@ class HostStarts:
         self._is_settled = asyncio.Event()  # it has imported, or failed to
         self._keeping: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "host-nursery")  # all that waits for it happens there, one after another
+
+    @property
+    def nursery_pid(self) -> int | None:
+        """None while there is none that could fork."""
+        return None if self._ready is None else self._ready.pid
 
     def begin(self) -> None:
         """Have the nursery import, in the background."""

@@ -8,32 +8,24 @@ service's own nursery has (`runtime.backends.host_nursery`), can fork a nursery 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import gc
-import importlib
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import msgspec
 
-from runtime.torch_tp.communicators.segment_names import sweep_stale_segments
-from runtime.torch_tp.parent_death import leave_with_parent, wake_with_parent
-from runtime.torch_tp.process_name import name_process
+from runtime.torch_tp.forked_process import ForkedProcess, exit_code
+from runtime.torch_tp.nursery_process import MESSAGE_BYTES_MAX, NurseryProcess, become_worker, live
 
 PROJECT = Path(__file__).resolve().parents[2]
-PRELOADED = ("runtime.torch_tp.step_runner", "runtime.torch_tp.communicators.shared_memory")
 READY_DEADLINE_S = 300.0
-MESSAGE_BYTES_MAX = 1 << 17
 
 
 def worker_environment(threads: int, **more: str) -> dict[str, str]:
@@ -51,48 +43,10 @@ class NurseryGone(RuntimeError):
     """The nursery does not answer; start another."""
 
 
-class ForkedProcess:
-    """A process that was forked on demand, with the part of `subprocess.Popen` that its users need."""
-
-    def __init__(self, pid: int, reap: Callable[[int], int]) -> None:
-        """reap: has it reaped once it has ended, and returns its exit code."""
-        self.pid = pid
-        self.returncode: int | None = None
-        self._reap = reap
-        # who forked it reaps only when told, so until then the id is this child's and nobody else's
-        self._descriptor = os.pidfd_open(pid)
-        self._end = select.poll()  # select() would not take the descriptors of a process that has a thousand open
-        self._end.register(self._descriptor, select.POLLIN)
-
-    def poll(self) -> int | None:
-        if self.returncode is None and self._end.poll(0):
-            self._finish()
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not self._end.poll(None if timeout is None else 1e3 * timeout):
-                raise subprocess.TimeoutExpired("forked process", timeout or 0.0)
-            self._finish()
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.returncode is None:
-            signal.pidfd_send_signal(self._descriptor, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def _finish(self) -> None:
-        self.returncode = self._reap(self.pid)
-        os.close(self._descriptor)
-
-
 class Nursery:
     """The controller's half. Start it early: `start` returns at once, the imports go on meanwhile. Not for several threads at once."""
 
-    PROGRAM: ClassVar = "runtime.torch_tp.nursery"
+    PROGRAM: ClassVar = "runtime.torch_tp.nursery_process"
     FOLDER: ClassVar[str | None] = tempfile.gettempdir()
     FORK_DEADLINE_S: ClassVar = 10.0
 
@@ -102,21 +56,23 @@ class Nursery:
         self._is_ready = False
 
     @classmethod
-    def forked(cls, not_its: Sequence[int]) -> Nursery:
+    def forked(cls, not_its: Sequence[int], service: int) -> Nursery:
         """One that is a fork of this process: for a process that has imported what workers need and has no thread.
 
-        not_its: descriptors that are open here and must not be there.
+        not_its: descriptors that are open here and must not be there. service: of a process; once that has ended, the nursery ends this
+        one, however stuck or stopped it is.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
             ours.close()
-            _close(not_its)
-            _become(partial(serve, theirs, become_worker))
+            for descriptor in not_its:
+                os.close(descriptor)
+            live(NurseryProcess(theirs, become_worker, service).serve)
         theirs.close()
         ours.settimeout(READY_DEADLINE_S)
         nursery = cls()
-        nursery._process, nursery._connection = ForkedProcess(pid, _exit_code), ours
+        nursery._process, nursery._connection = ForkedProcess(pid, exit_code), ours
         return nursery
 
     @property
@@ -204,107 +160,3 @@ class Nursery:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5.0)
             self._process = None
-
-
-# --- the process ------------------------------------------------------------------------------------------------------------
-
-Become = Callable[[Sequence[str], Sequence[int], int], int]
-"""What a child does with its arguments, its descriptors and the id of the process that forked it; returns its exit code."""
-
-
-def main(arguments: Sequence[str] | None = None, preloaded: Sequence[str] = PRELOADED, become: Become | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m runtime.torch_tp.nursery", description="Started by the controller, not by hand.")
-    parser.add_argument("--socket", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    settings = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    leave_with_parent(settings.parent)  # while it imports; later the end of the socket says so, and then there is something to clear away
-    for module in preloaded:
-        importlib.import_module(module)
-    gc.freeze()  # what is imported stays shared with the children
-    serve(socket.socket(fileno=settings.socket), become or become_worker)
-
-
-def serve(connection: socket.socket, become: Become) -> NoReturn:
-    """Fork a child whenever the other end of `connection` asks for one, until that end is gone; then the children go, too."""
-    name_process("nursery")
-    wake_with_parent()
-    children: set[int] = set()
-    with contextlib.suppress(OSError):  # the other end is gone in the middle of an answer
-        connection.send(b"ready")
-        while True:
-            data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES_MAX, 8)
-            if not data:
-                break
-            request = msgspec.msgpack.decode(data)
-            if request[0] in ("reap", "let_go"):
-                children.discard(request[1])
-                code = _exit_code(request[1])
-                if request[0] == "reap":
-                    connection.send(msgspec.msgpack.encode(code))
-                continue
-            nursery_pid = os.getpid()
-            try:
-                pid = os.fork()
-            except OSError as error:
-                connection.send(msgspec.msgpack.encode(str(error)))
-                _close(descriptors)
-                continue
-            if pid == 0:
-                connection.close()
-                _, words, environment = request
-                if environment is not None:
-                    os.environ.clear()
-                    os.environ.update(environment)
-                _become(partial(become, [word.format(*descriptors) for word in words], descriptors, nursery_pid))
-            children.add(pid)
-            _close(descriptors)
-            connection.send(msgspec.msgpack.encode(pid))
-    _clear_away(children)
-    os._exit(0)  # taking torch down in good order would take seconds, and nothing is left to be done
-
-
-def _clear_away(children: set[int]) -> None:
-    """The other end is gone: end its children, also stopped ones, and take what they had not yet unlinked."""
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        _exit_code(pid)
-    sweep_stale_segments()
-
-
-def _close(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-def _exit_code(pid: int) -> int:
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:
-        return -signal.SIGKILL
-
-
-def _become(live: Callable[[], int]) -> NoReturn:
-    """A child's life: nothing of what its parent was in the middle of goes on in it."""
-    code = 1
-    try:
-        code = live()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def become_worker(arguments: Sequence[str], descriptors: Sequence[int], parent_pid: int) -> int:
-    from runtime.torch_tp import worker
-
-    worker.main([*arguments, "--parent", str(parent_pid)])
-    return 0
-
-
-if __name__ == "__main__":
-    main()
