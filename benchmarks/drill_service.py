@@ -173,6 +173,10 @@ class DrilledService(Router):
                 found[extra["request"].rpartition("-")[0]] = (extra.get("group", ""), extra.get("attempts", 0))
         return found
 
+    def processes(self) -> list[int]:
+        """All that descend from it, however they came about."""
+        return marked(f"{MARK}={self._mark}")
+
     def left(self) -> list[str]:
         """What is still there 5 s after its end: processes, shared memory, its port."""
         end_s = time.monotonic() + LEFT_AFTER_S
@@ -181,7 +185,7 @@ class DrilledService(Router):
         return found
 
     def _remains(self) -> list[str]:
-        processes = [f"process {pid}: {' '.join(words(pid))}" for pid in marked(f"{MARK}={self._mark}")]
+        processes = [f"process {pid}: {process_name(pid)} {' '.join(words(pid))}" for pid in self.processes()]
         shared = [name for pid in self.hosts_seen for name in segments(pid)]
         with socket.socket() as probe:
             ports = [f"port {self._port}"] if probe.connect_ex(("127.0.0.1", self._port)) == 0 else []

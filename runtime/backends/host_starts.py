@@ -20,8 +20,8 @@ from runtime.torch_tp.revival import Revivals
 
 logger = logging.getLogger(__name__)
 
-AWAIT_S = 60.0
-"""So long a start waits for a nursery that imports: to import the same again beside it would take longer."""
+AWAIT_S = 120.0
+"""So long a start waits for a nursery that imports: the same imports, and after an installation compiling, would take longer beside it."""
 WATCH_S = 0.2
 
 

@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None, preloaded: Sequence[str] = PREL
     leave_with_parent(settings.parent)  # while it imports; later the end of the socket says so, and then there is something to clear away
     for module in preloaded:
         importlib.import_module(module)
+    importlib.import_module("runtime.torch_tp.rank_kernels").load()
     gc.freeze()  # what is imported stays shared with the children
     NurseryProcess(socket.socket(fileno=settings.socket), become or become_worker).serve()
 
