@@ -118,9 +118,10 @@ class Service:
         """Returns when the first group can serve."""
         if self.recorder is not None:
             self.recorder.start()
-        has_own_ranks = [entry.kind == "torch_tp" for entry in self.config.groups]
-        if any(own and not is_parked for own, is_parked in zip(has_own_ranks, self.config.cluster.parked, strict=True)):
-            self._host_starts.begin()  # it imports while the kernels are loaded
+        kinds = [entry.kind for entry, is_parked in zip(self.config.groups, self.config.cluster.parked, strict=True) if not is_parked]
+        if "torch_tp" in kinds:
+            self._host_starts.begin()
+            await asyncio.sleep(0)  # it imports while the kernels are loaded, which holds the loop
         self._load_kernels()
         await self.dispatcher.start()
         await self.control.start()
