@@ -10,7 +10,6 @@ import random
 import signal
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.drill_service import DrilledService, words
 from envs.decision.detection import DETECTION, DetectionRule, FailureKind
@@ -61,7 +60,7 @@ async def strike(service: DrilledService, kind: FaultKind, group: str, rng: rand
         elif kind.name == "slow":
             await _slow_down(rank)
         elif kind.name == "garble_group":
-            _garble(host, int(words(host)[3]), rng)
+            _garble(host, _host_socket(host), rng)
         else:
             descriptor = _control_socket(rank)
             if kind.name == "garble":
@@ -95,14 +94,20 @@ def _garble(pid: int, descriptor: int, rng: random.Random) -> None:
         connection.send(wrong, socket.MSG_DONTWAIT)
 
 
+def _host_socket(pid: int) -> int:
+    """The descriptor on which a group host hears the gateway: named where it is an interpreter of its own, else its first one."""
+    said = words(pid)
+    return int(said[3]) if "runtime.backends.group_host" in said else _control_socket(pid)
+
+
 def _control_socket(pid: int) -> int:
     """The descriptor of a rank's one stream socket that leaves no host. Raises: ProcessLookupError where there is none."""
     try:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(entry).startswith("socket:"):
-                with _socket_of(pid, int(entry.name)) as found:
+        for descriptor in sorted(int(entry) for entry in os.listdir(f"/proc/{pid}/fd")):
+            if os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith("socket:"):
+                with _socket_of(pid, descriptor) as found:
                     if found.family == socket.AF_UNIX and found.type == socket.SOCK_STREAM:
-                        return int(entry.name)
+                        return descriptor
     except FileNotFoundError:
         pass
     raise ProcessLookupError(f"process {pid} has no control socket")

@@ -19,7 +19,10 @@ import yaml
 
 from benchmarks.router_processes import Router, get, wait_for
 from benchmarks.tp_drill import LEFT_AFTER_S, marked, segments
+from runtime.backends.group_host import PROCESS_NAME
 from runtime.torch_tp.config import ModelConfig
+from runtime.torch_tp.nursery_process import PROCESS_NAME as NURSERY_NAME
+from runtime.torch_tp.process_name import process_name
 
 MARK = "BALLAST_DRILL"
 START_S = 300.0
@@ -136,8 +139,9 @@ class DrilledService(Router):
 
     def host(self, group: str) -> int | None:
         """Process of the group's engine."""
-        hosts = (pid for pid in children(self.process.pid) if "runtime.backends.group_host" in words(pid))
-        found = next((pid for pid in hosts if words(pid)[-2:-1] == [group]), None)
+        near = children(self.process.pid)
+        candidates = [*near, *(pid for nursery in near for pid in children(nursery))]
+        found = next((pid for pid in candidates if process_name(pid) == f"{PROCESS_NAME} {group}"), None)
         if found is not None:
             self.hosts_seen.add(found)
         return found
@@ -145,7 +149,7 @@ class DrilledService(Router):
     def ranks(self, group: str) -> list[int]:
         """Processes of its ranks: the children of its nursery."""
         host = self.host(group)
-        nurseries = [] if host is None else [pid for pid in children(host) if "runtime.torch_tp.nursery" in words(pid)]
+        nurseries = [] if host is None else [pid for pid in children(host) if process_name(pid) == NURSERY_NAME]
         return [rank for nursery in nurseries for rank in children(nursery)]
 
     def news(self) -> Iterator[Noticed]:
@@ -169,6 +173,10 @@ class DrilledService(Router):
                 found[extra["request"].rpartition("-")[0]] = (extra.get("group", ""), extra.get("attempts", 0))
         return found
 
+    def processes(self) -> list[int]:
+        """All that descend from it, however they came about."""
+        return marked(f"{MARK}={self._mark}")
+
     def left(self) -> list[str]:
         """What is still there 5 s after its end: processes, shared memory, its port."""
         end_s = time.monotonic() + LEFT_AFTER_S
@@ -177,7 +185,7 @@ class DrilledService(Router):
         return found
 
     def _remains(self) -> list[str]:
-        processes = [f"process {pid}: {' '.join(words(pid))}" for pid in marked(f"{MARK}={self._mark}")]
+        processes = [f"process {pid}: {process_name(pid)} {' '.join(words(pid))}" for pid in self.processes()]
         shared = [name for pid in self.hosts_seen for name in segments(pid)]
         with socket.socket() as probe:
             ports = [f"port {self._port}"] if probe.connect_ex(("127.0.0.1", self._port)) == 0 else []

@@ -19,6 +19,7 @@ from envs.scenario.cluster_spec import ClusterSpec
 from runtime.backends.emulated import EmulatedBackend, rehearse
 from runtime.backends.emulated_kernel import KernelSettings
 from runtime.backends.group_messages import HostSettings
+from runtime.backends.host_starts import HostStarts
 from runtime.backends.interface import Backend
 from runtime.backends.openai_http import OpenAiHttpBackend
 from runtime.backends.torch_tp import TorchTpBackend
@@ -38,8 +39,8 @@ from runtime.service_config import GroupEntry, ServiceConfig
 _STATES = {State.CLOSED: "serving", State.OPEN: "ejected", State.HALF_OPEN: "probing", State.FORCED_OPEN: "dead"}
 
 
-def make_backend(config: ServiceConfig, g: int, settings: KernelSettings) -> Backend:
-    """The backend of group `g`, not started."""
+def make_backend(config: ServiceConfig, g: int, settings: KernelSettings, starts: HostStarts) -> Backend:
+    """The backend of group `g`, not started. starts: of the hosts of all groups of own ranks."""
     group, entry, limits = config.cluster.groups[g], config.groups[g], config.cluster.limits
     if entry.kind == "emulated":
         return EmulatedBackend(group, g, limits, settings)
@@ -47,7 +48,7 @@ def make_backend(config: ServiceConfig, g: int, settings: KernelSettings) -> Bac
         assert entry.url is not None
         key = os.environ.get(entry.api_key_env, "") if entry.api_key_env else ""
         return OpenAiHttpBackend(group.name, g, entry.url, entry.remote_model or config.model_name, key)
-    return TorchTpBackend(group.name, g, host_settings(config, entry, g))
+    return TorchTpBackend(group.name, g, host_settings(config, entry, g), starts)
 
 
 def host_settings(config: ServiceConfig, entry: GroupEntry, g: int) -> HostSettings:
@@ -81,7 +82,8 @@ class Service:
         self.config = config
         settings = KernelSettings()
         telemetry = Telemetry(config.cluster, settings, config.dispatch.limit_multiplier, config.dispatch.head_start_s)
-        backends = [make_backend(config, g, settings) for g in range(len(config.cluster.groups))]
+        self._host_starts = HostStarts()
+        backends = [make_backend(config, g, settings, self._host_starts) for g in range(len(config.cluster.groups))]
         store = RolloutStore(Path(config.rollout.dir)) if config.rollout.dir is not None else None
         bundle = config.bundle
         digest = self.bundle_digest = configured_digest(bundle)
@@ -116,6 +118,10 @@ class Service:
         """Returns when the first group can serve."""
         if self.recorder is not None:
             self.recorder.start()
+        kinds = [entry.kind for entry, is_parked in zip(self.config.groups, self.config.cluster.parked, strict=True) if not is_parked]
+        if "torch_tp" in kinds:
+            self._host_starts.begin()
+            await asyncio.sleep(0)  # it imports while the kernels are loaded, which holds the loop
         self._load_kernels()
         await self.dispatcher.start()
         await self.control.start()
@@ -136,6 +142,7 @@ class Service:
             await self.rollout.close()
         await self.control.close()
         await self.dispatcher.close()
+        await self._host_starts.close()
         await asyncio.gather(*self._leaving, return_exceptions=True)
         if self.recorder is not None:
             await asyncio.to_thread(self.recorder.close)

@@ -1,12 +1,11 @@
-"""The process that runs one TP group's engine: `python -m runtime.backends.group_host`, started by `torch_tp`.
+"""The process that runs one TP group's engine: forked by the service's nursery, or `python -m runtime.backends.group_host` (`host_starts`).
 
-Batching, sampling and detokenising happen here, so that they never hold the gateway's event loop. Ends with its parent.
+Batching, sampling and detokenising happen here, so that they never hold the gateway's event loop. Ends with the gateway.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -29,12 +28,15 @@ from runtime.torch_tp.engine import Engine, EngineSettings
 from runtime.torch_tp.kv_file import KvFile
 from runtime.torch_tp.kv_handovers import GivenKv
 from runtime.torch_tp.measured import Measured
+from runtime.torch_tp.nursery import Nursery
 from runtime.torch_tp.parent_death import die_with_parent
+from runtime.torch_tp.process_name import name_process
 from runtime.torch_tp.requests import GenerationRequest, Refused, TokenEvent
 from runtime.torch_tp.supervisor import GroupError, RankSettings
 
 logger = logging.getLogger(__name__)
 
+PROCESS_NAME = "host"
 BLOCK_TOKENS = 16
 RESPLIT_DEADLINE_S = 60.0
 KV_DEADLINE_S = 10.0  # of one part
@@ -235,7 +237,7 @@ def piece_of_event(event: TokenEvent) -> Piece:
     return Piece(event.index, event.token, event.text, event.logprobs, event.finish_reason, *ends, times=times)
 
 
-async def run(descriptor: int) -> int:
+async def run(descriptor: int, nursery: Nursery | None) -> int:
     connection = socket.socket(fileno=descriptor)
     reader, writer = await asyncio.open_connection(sock=connection)
     cutter = FrameCutter()
@@ -248,7 +250,7 @@ async def run(descriptor: int) -> int:
     fields = dict(messages[0][1])
     settings = M.HostSettings(**{**fields, "ranks": tuple(fields["ranks"])})
     try:
-        engine = await asyncio.to_thread(start_engine, settings)
+        engine = await asyncio.to_thread(start_engine, settings, nursery)
     except Exception as error:  # whatever it was, the gateway must know why this group does not stand
         writer.write(frame([M.FAILED, f"{type(error).__name__}: {error}"]))
         await writer.drain()
@@ -262,7 +264,7 @@ async def run(descriptor: int) -> int:
     return 0
 
 
-def start_engine(settings: M.HostSettings) -> Engine:
+def start_engine(settings: M.HostSettings, nursery: Nursery | None) -> Engine:
     chosen = EngineSettings(
         kv_tokens_max=settings.kv_tokens_max,
         slots_max=settings.slots_max,
@@ -271,18 +273,24 @@ def start_engine(settings: M.HostSettings) -> Engine:
         batcher={"queue_limit": settings.queue_limit},
         supervisor=settings.supervisor,
     )
-    return Engine.start(settings.model, [RankSettings(**rank) for rank in settings.ranks], chosen)
+    return Engine.start(settings.model, [RankSettings(**rank) for rank in settings.ranks], chosen, nursery=nursery)
 
 
-def main(arguments: list[str]) -> int:
-    die_with_parent(int(arguments[1]))
+def main(descriptor: int, group: str, nursery: Nursery | None = None) -> int:
+    """Serve a group over the connection `descriptor`. nursery: this process's own, to be closed with it; None: the engine starts one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which stops its groups itself
-    group = arguments[2].replace("%", "%%")  # several hosts share their log
-    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s %(name)s group={group} %(message)s", stream=sys.stderr)
-    with contextlib.suppress(KeyboardInterrupt):
-        return asyncio.run(run(int(arguments[0])))
-    return 130
+    name_process(f"{PROCESS_NAME} {group}")
+    shown = group.replace("%", "%%")  # several hosts share their log
+    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s %(name)s group={shown} %(message)s", stream=sys.stderr)
+    try:
+        return asyncio.run(run(descriptor, nursery))
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if nursery is not None:
+            nursery.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    die_with_parent(int(sys.argv[2]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[3]))

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -16,6 +12,7 @@ from typing import Any
 
 from envs.domain.plans import SplitPlan, TpGroup
 from runtime.backends import group_messages as M
+from runtime.backends.host_starts import HostProcess, HostStarts, start_afresh
 from runtime.backends.interface import (
     NOTHING,
     OWN_GROUP_COMMANDS,
@@ -56,10 +53,11 @@ class TorchTpBackend(asyncio.Protocol):
     keeps_prefixes = True
     can = OWN_GROUP_COMMANDS
 
-    def __init__(self, name: str, group_index: int, settings: M.HostSettings) -> None:
-        self.name, self.group_index = name, group_index
+    def __init__(self, name: str, group_index: int, settings: M.HostSettings, starts: HostStarts | None = None) -> None:
+        """starts: who starts its host, None: always a fresh interpreter."""
+        self.name, self.group_index, self._starts = name, group_index, starts
         self._settle(settings)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: HostProcess | None = None
         self._transport: asyncio.Transport | None = None
         self._cutter = FrameCutter()
         self._up: asyncio.Future[dict[str, Any]] | None = None
@@ -81,14 +79,8 @@ class TorchTpBackend(asyncio.Protocol):
 
     async def start(self) -> None:
         await self._end_process(deadline_s=0.0)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         self._cutter, self._report = FrameCutter(), None
-        command = [sys.executable, "-m", "runtime.backends.group_host", str(theirs.fileno()), str(os.getpid()), self.name]
-        try:
-            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-        finally:
-            theirs.close()
+        self._process, ours = start_afresh(self.name) if self._starts is None else await self._starts.start(self.name)
         loop = asyncio.get_running_loop()
         self._up = loop.create_future()
         self._transport, _ = await loop.create_connection(lambda: self, sock=ours)

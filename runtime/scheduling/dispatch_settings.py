@@ -36,9 +36,10 @@ class DispatchSettings:
     given up after max(floor, multiple x predicted), silence_multiple, silence_slack_s: a started stream after multiple x its group's
     median gap + slack; both only after silence_alone_s where no other group could take the call and its own reports that it has it in
     hand. report_period_s: how often groups are asked for their reports. ready_within_s: a token so young proves that tokens can be made,
-    and a probe gets as long. restart_s: first wait before a dead group is started again, doubled up to restart_max_s.
-    class_timeout_fraction, class_timeout_limits: as in the simulated world. sheds_overload: turn calls away by priority while not all can
-    be served in time. degrade_max_tokens: by class, what an answer may have while the pressure (`envs.decision.overload`) is above
+    and a probe gets as long. restart_s: first wait before a group that did not start, or died within 5 s of its start, is started again,
+    doubled up to restart_max_s. class_timeout_fraction, class_timeout_limits: as in the simulated world. sheds_overload: turn calls away
+    by priority while not all can be served in time. degrade_max_tokens: by class, what an answer may have while the pressure
+    (`envs.decision.overload`) is above
     degrade_above; classes that are not named stay whole.
     """
 

@@ -18,6 +18,7 @@ from runtime.scheduling.held_calls import HeldCalls
 from runtime.scheduling.prefix_memory import PrefixMemory
 from runtime.scheduling.served_plans import ServedPlans
 from runtime.scheduling.telemetry import Telemetry
+from runtime.torch_tp.revival import STAYED_S
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,8 @@ class GroupKeeper:
         return False
 
     async def _keep(self, backend: Backend, warms_up: bool) -> None:
-        """Start a group, watch that its process lives, start it again; its breaker is forced open while it is gone."""
+        """Start a group, watch that its process lives, start it again: at once where it had stayed, as a rank is, else ever later. Its
+        breaker is forced open while it is gone."""
         g, wait_s = backend.group_index, self.settings.restart_s
         while True:
             try:
@@ -155,8 +157,9 @@ class GroupKeeper:
             logger.warning("group lost group=%s", backend.name)
             self._counts["groups_lost"] += 1
             self._held.ring()
-            if self._now_s() - began_s > 60.0:
+            if self._now_s() - began_s >= STAYED_S:  # at once
                 wait_s = self.settings.restart_s
+                continue
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, self.settings.restart_max_s)
 

@@ -2,17 +2,14 @@
 
 Importing torch takes seconds, which a rank that is to be replaced under load does not have. The nursery computes nothing and holds no
 thread when it forks. It ends with the controller, and its workers and what they may have left in shared memory with it. Without a
-nursery, workers are plain children of the controller. The controller's half imports no torch.
+nursery, workers are plain children of the controller. The controller's half imports no torch. A process that has imported the same, as a
+service's own nursery has (`runtime.backends.host_nursery`), can fork a nursery instead of starting one.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import gc
-import importlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -24,14 +21,11 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from runtime.torch_tp.communicators.segment_names import sweep_stale_segments
-from runtime.torch_tp.parent_death import leave_with_parent, live_on
+from runtime.torch_tp.forked_process import ForkedProcess, exit_code
+from runtime.torch_tp.nursery_process import MESSAGE_BYTES_MAX, NurseryProcess, become_worker, live
 
 PROJECT = Path(__file__).resolve().parents[2]
-PRELOADED = ("runtime.torch_tp.step_runner", "runtime.torch_tp.communicators.shared_memory")
 READY_DEADLINE_S = 300.0
-FORK_DEADLINE_S = 10.0
-MESSAGE_BYTES_MAX = 1 << 17
 
 
 def worker_environment(threads: int, **more: str) -> dict[str, str]:
@@ -49,51 +43,45 @@ class NurseryGone(RuntimeError):
     """The nursery does not answer; start another."""
 
 
-class ForkedWorker:
-    """A child of the nursery, with the part of `subprocess.Popen` that the supervisor uses."""
-
-    def __init__(self, nursery: Nursery, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._nursery = nursery
-        # the nursery reaps only when told, so until then the id is this child's and nobody else's
-        self._descriptor = os.pidfd_open(pid)
-
-    def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._descriptor], [], [], 0)[0]:
-            self._finish()
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self._descriptor], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("worker", timeout or 0.0)
-            self._finish()
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.returncode is None:
-            signal.pidfd_send_signal(self._descriptor, number)
-
-    def _finish(self) -> None:
-        self.returncode = self._nursery.reap(self.pid)
-        os.close(self._descriptor)
-
-
 class Nursery:
     """The controller's half. Start it early: `start` returns at once, the imports go on meanwhile. Not for several threads at once."""
 
-    PROGRAM: ClassVar = "runtime.torch_tp.nursery"
+    PROGRAM: ClassVar = "runtime.torch_tp.nursery_process"
+    FOLDER: ClassVar[str | None] = tempfile.gettempdir()
+    FORK_DEADLINE_S: ClassVar = 10.0
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._connection: socket.socket | None = None
         self._is_ready = False
+
+    @classmethod
+    def forked(cls, not_its: Sequence[int], service: int) -> Nursery:
+        """One that is a fork of this process: for a process that has imported what workers need and has no thread.
+
+        not_its: descriptors that are open here and must not be there. service: of a process; once that has ended, the nursery ends this
+        one, however stuck or stopped it is.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            for descriptor in not_its:
+                os.close(descriptor)
+            live(NurseryProcess(theirs, become_worker, service).serve)
+        theirs.close()
+        ours.settimeout(READY_DEADLINE_S)
+        nursery = cls()
+        nursery._process, nursery._connection = ForkedProcess(pid, exit_code), ours
+        return nursery
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -103,7 +91,7 @@ class Nursery:
                 pass_fds=(theirs.fileno(),),
                 env=worker_environment(1),
                 stdin=subprocess.DEVNULL,
-                cwd=tempfile.gettempdir(),
+                cwd=self.FOLDER,
             )
         ours.settimeout(READY_DEADLINE_S)
         self._connection, self._is_ready = ours, False
@@ -121,14 +109,21 @@ class Nursery:
         if said != b"ready":
             raise NurseryGone("the nursery ended while it was importing; see its output")
         self._is_ready = True
-        self._connection.settimeout(FORK_DEADLINE_S)
+        self._connection.settimeout(self.FORK_DEADLINE_S)
 
-    def fork(self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]) -> ForkedWorker:
+    def fork(self, arguments: Sequence[str], environment: Mapping[str, str] | None, descriptors: Sequence[int]) -> ForkedProcess:
         """A worker with `arguments` (of `worker.main`; `{0}` stands for the first of `descriptors` over there, and so on).
 
-        Raises: NurseryGone.
+        environment: None, the nursery's own.
+        Raises: NurseryGone; OSError where the system has no room for another process.
         """
-        return ForkedWorker(self, int(self._ask(["fork", list(arguments), dict(environment)], descriptors)))
+        pid = self._ask(["fork", list(arguments), environment if environment is None else dict(environment)], descriptors)
+        if isinstance(pid, str):
+            raise OSError(f"the nursery cannot fork: {pid}")
+        try:
+            return ForkedProcess(pid, self.reap)
+        except ProcessLookupError:
+            raise NurseryGone("the nursery has ended, and what it forked with it") from None
 
     def reap(self, pid: int) -> int:
         """Exit code of a child that has ended, as subprocess counts it; -9 where the nursery is gone and cannot say."""
@@ -150,6 +145,11 @@ class Nursery:
             raise NurseryGone("the nursery has ended")
         return msgspec.msgpack.decode(answer)
 
+    def kill(self) -> None:
+        """Whoever waits for it hears of its end; `close` is still to be called."""
+        if self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
         """End the nursery and with it every worker that it still has. May be called twice."""
         if self._connection is not None:
@@ -160,84 +160,3 @@ class Nursery:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5.0)
             self._process = None
-
-
-# --- the process ------------------------------------------------------------------------------------------------------------
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m runtime.torch_tp.nursery", description="Started by the controller, not by hand.")
-    parser.add_argument("--socket", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    settings = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    leave_with_parent(settings.parent)  # while it imports; later the end of the socket says so, and then there is something to clear away
-    for module in PRELOADED:
-        importlib.import_module(module)
-    live_on()
-    gc.freeze()  # what is imported stays shared with the children
-    connection = socket.socket(fileno=settings.socket)
-    children: set[int] = set()
-    try:
-        connection.send(b"ready")
-        while True:
-            data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES_MAX, 8)
-            if not data:
-                break
-            request = msgspec.msgpack.decode(data)
-            if request[0] == "reap":
-                children.discard(request[1])
-                connection.send(msgspec.msgpack.encode(_exit_code(request[1])))
-                continue
-            nursery_pid, pid = os.getpid(), os.fork()
-            if pid == 0:
-                connection.close()
-                _become_worker(request[1], request[2], descriptors, nursery_pid)
-            children.add(pid)
-            for descriptor in descriptors:
-                os.close(descriptor)
-            connection.send(msgspec.msgpack.encode(pid))
-    except OSError:
-        pass  # the parent is gone in the middle of an answer
-    _clear_away(children)
-    os._exit(0)  # taking torch down in good order would take seconds, and nothing is left to be done
-
-
-def _clear_away(children: set[int]) -> None:
-    """The controller is gone: end its workers, also stopped ones, and take what they had not yet unlinked."""
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        _exit_code(pid)
-    sweep_stale_segments()
-
-
-def _exit_code(pid: int) -> int:
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:
-        return -signal.SIGKILL
-
-
-def _become_worker(arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int], parent_pid: int) -> None:
-    """The child's life; never returns."""
-    from runtime.torch_tp import worker
-
-    code = 1
-    try:
-        os.environ.clear()
-        os.environ.update(environment)
-        filled = [argument.format(*descriptors) for argument in arguments]
-        worker.main([*filled, "--parent", str(parent_pid)])
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -27,14 +27,16 @@ def leave_with_parent(parent_pid: int) -> None:
         if not has_parent(parent_pid):
             os._exit(0)
 
-    signal.signal(signal.SIGUSR1, look)
-    _set_death_signal(signal.SIGUSR1)
+    signal.signal(signal.SIGCONT, look)
+    _set_death_signal(signal.SIGCONT)
     look(0, None)
 
 
-def live_on() -> None:
-    """Take the above back: for a child that notices its parent's end by itself and has something to clear away then."""
-    _set_death_signal(0)
+def wake_with_parent() -> None:
+    """Go on when the parent ends, should this process be stopped then; in place of the above. For one that notices that end by itself, by
+    the end of a socket, and has something to clear away."""
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    _set_death_signal(signal.SIGCONT)
 
 
 def _set_death_signal(number: int) -> None:

@@ -33,6 +33,7 @@ from runtime.torch_tp.orders import (
     SwitchOrder,
 )
 from runtime.torch_tp.parent_death import die_with_parent, has_parent
+from runtime.torch_tp.process_name import name_process
 from runtime.torch_tp.protocol import PROTOCOL_VERSION, FrameReader, Kind, Message, encode, receive, unpack
 
 if TYPE_CHECKING:
@@ -223,6 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--connect HOST:PORT, or MASTER_ADDR and MASTER_PORT, must say where the controller is")
     # Ctrl-C reaches the whole terminal group: the controller decides what it means, and closes us
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name_process(f"rank {settings.worker}")
     if settings.parent is not None:
         die_with_parent(settings.parent)
     token = os.environ.pop(TOKEN_VARIABLE, "")

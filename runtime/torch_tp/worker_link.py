@@ -14,16 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from runtime.torch_tp.forked_process import ForkedProcess
 from runtime.torch_tp.group_values import RankSettings
 from runtime.torch_tp.liveness import ProgressPage, Slot, Watch
-from runtime.torch_tp.nursery import ForkedWorker, Nursery, worker_environment
+from runtime.torch_tp.nursery import Nursery, worker_environment
 from runtime.torch_tp.orders import Loaded
 from runtime.torch_tp.protocol import FrameReader, Message, encode
 from runtime.torch_tp.worker import TOKEN_VARIABLE
 
 OUTGOING_BYTES_MAX = 64 * 2**20
 
-Child = subprocess.Popen[bytes] | ForkedWorker
+Child = subprocess.Popen[bytes] | ForkedProcess
 
 
 class Standing(Enum):

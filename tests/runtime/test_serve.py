@@ -26,7 +26,9 @@ from agents.policy_bundle import write_bundle
 from benchmarks.drill_service import words
 from benchmarks.listening_sockets import listening_of, still_listening
 from envs.scenario.scenario_error import ScenarioError
+from runtime.backends.group_host import PROCESS_NAME
 from runtime.service_config import load_service
+from runtime.torch_tp.process_name import process_name
 from tests.conftest import GUARD_S, PROJECT, SLOWER
 from tests.runtime.scheduling.test_policy_faults import contents
 
@@ -347,7 +349,7 @@ def ranks(ranks_file):
 
 
 def hosts(running: Running) -> list[int]:
-    return [pid for pid in running.children() if any("group_host" in word for word in words(pid))]
+    return [pid for pid in running.children() if process_name(pid).startswith(f"{PROCESS_NAME} ")]
 
 
 @pytest.mark.parametrize("times", [1, 2])

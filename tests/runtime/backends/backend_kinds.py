@@ -5,6 +5,7 @@ from __future__ import annotations
 from runtime.backends.emulated import EmulatedBackend
 from runtime.backends.emulated_kernel import KernelSettings
 from runtime.backends.group_messages import HostSettings
+from runtime.backends.host_starts import HostStarts
 from runtime.backends.openai_http import OpenAiHttpBackend
 from runtime.backends.torch_tp import TorchTpBackend
 from tests.runtime.backends.scripted_server import ScriptedServer
@@ -15,10 +16,10 @@ def emulated(index: int = 0, slow_factor: float = 1.0) -> EmulatedBackend:
     return EmulatedBackend(cluster(2).groups[index], index, LIMITS, KernelSettings())
 
 
-def torch_tp(folder: str, index: int = 0, slow_factor: float = 1.0, ranks: int = 2) -> TorchTpBackend:
+def torch_tp(folder: str, index: int = 0, slow_factor: float = 1.0, ranks: int = 2, starts: HostStarts | None = None) -> TorchTpBackend:
     how = tuple({"slow_factor": slow_factor} for _ in range(ranks))
     settings = HostSettings(str(folder), how, kv_tokens_max=2048, slots_max=8, queue_limit=32)
-    return TorchTpBackend(f"tp{index}", index, settings)
+    return TorchTpBackend(f"tp{index}", index, settings, starts)
 
 
 class WithServer(OpenAiHttpBackend):

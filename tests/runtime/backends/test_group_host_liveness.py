@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from runtime.backends import torch_tp
+from runtime.backends import host_starts, torch_tp
 from runtime.backends.interface import BackendFault
 from tests.conftest import GUARD_S, PROJECT
 from tests.runtime.backends import backend_kinds
@@ -37,7 +37,7 @@ def failing(batch, now_s):
         raise ValueError("cannot convert float NaN to integer")
     return next_slices(batch, now_s)
 Batch.next_slices = failing
-sys.exit(group_host.main(sys.argv[1:]))
+sys.exit(group_host.main(int(sys.argv[1]), sys.argv[3]))
 """
 
 
@@ -46,7 +46,7 @@ def test_an_engine_that_failed_for_good_takes_its_process_with_it(monkeypatch, d
     its keeper starts another."""
     popen = subprocess.Popen
     monkeypatch.setattr(
-        torch_tp.subprocess, "Popen", lambda command, **how: popen([sys.executable, "-c", FAILING, *command[3:]], cwd=PROJECT, **how)
+        host_starts.subprocess, "Popen", lambda command, **how: popen([sys.executable, "-c", FAILING, *command[3:]], cwd=PROJECT, **how)
     )
 
     async def drive() -> None:
@@ -71,7 +71,7 @@ def test_bytes_are_no_sign_of_life_but_messages_are(monkeypatch, tmp_path):
     popen = subprocess.Popen
     monkeypatch.setattr(torch_tp, "SILENT_S", GUARD_S)
     monkeypatch.setattr(
-        torch_tp.subprocess, "Popen", lambda command, **how: popen([sys.executable, "-c", MUMBLER, command[3]], cwd=PROJECT, **how)
+        host_starts.subprocess, "Popen", lambda command, **how: popen([sys.executable, "-c", MUMBLER, command[3]], cwd=PROJECT, **how)
     )
 
     async def drive() -> None:

@@ -9,7 +9,7 @@ import os
 from itertools import count
 from typing import Any
 
-from runtime.torch_tp import nursery
+from runtime.torch_tp import nursery_process
 from runtime.torch_tp.kv_slots import SlotKv
 from runtime.torch_tp.step_runner import StepRunner
 from tests.runtime.torch_tp.group_driver import SETTINGS
@@ -42,4 +42,4 @@ def fail_once(method: str, number: int) -> None:
 
 if __name__ == "__main__":
     fail_as_told()
-    nursery.main()
+    nursery_process.main()
