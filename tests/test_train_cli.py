@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import train
-from tests.conftest import heed_interrupt
+from tests.conftest import GUARD_S, SLOWER, heed_interrupt
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -134,14 +134,14 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=["SIGKILL", "SIGTERM", "SIGINT"])
 def test_no_child_outlives_the_run(sent, tmp_path, kernels):
-    """The evaluation's workers are at work when the signal comes; 5 s later the run and all its descendants are gone."""
+    """The evaluation's workers are at work when the signal comes; soon the run and all its descendants are gone."""
     arguments = ["--experiment", "smoke", "--run-dir", str(tmp_path / "run"), "--processes", "2"]
     run = subprocess.Popen(
         command(*arguments), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"COLUMNS": "100"}, preexec_fn=heed_interrupt,
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + GUARD_S
         # the fork server, the resource tracker and two workers
         while len(children := children_of(run.pid)) < 4 and time.monotonic() < deadline and run.poll() is None:
             time.sleep(0.1)
@@ -149,7 +149,7 @@ def test_no_child_outlives_the_run(sent, tmp_path, kernels):
         time.sleep(1.0)  # well into a world
         children = children_of(run.pid)
         run.send_signal(sent)
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 5.0 * SLOWER
         while time.monotonic() < deadline and (run.poll() is None or any(map(is_running, children))):
             time.sleep(0.05)
         left = [pid for pid in children if is_running(pid)]
@@ -161,7 +161,7 @@ def test_no_child_outlives_the_run(sent, tmp_path, kernels):
         for pid in (run.pid, *children_of(run.pid), *children):
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
-        run.wait(timeout=10)
+        run.wait(timeout=GUARD_S)
 
 
 def test_the_next_commands_name_an_interpreter_that_the_shell_finds(monkeypatch, tmp_path):

@@ -1,14 +1,12 @@
 """Compiling the kernels once, in the process that starts the others: these then read them from disk in under a second.
 
 Compiled code is kept in `__pycache__` beside the sources (or in $NUMBA_CACHE_DIR), so that only the first run after a change of
-the code pays. A change of a kernel does not make numba compile its callers again, hence `python -m envs.cluster.warm_up --fresh`.
+the code pays (`envs.perf_model.kernel_cache`). `python -m envs.cluster.warm_up` does it ahead of time.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
@@ -93,15 +91,5 @@ def _play(point: DecisionPoint) -> None:
     )  # fmt: skip
 
 
-def forget_compiled(package: Path = Path(__file__).parents[1]) -> int:
-    """Delete numba's files beside the sources under `package`; returns how many there were."""
-    files = [path for pattern in ("*.nbi", "*.nbc") for path in package.rglob(pattern)]
-    for path in files:
-        path.unlink()
-    return len(files)
-
-
 if __name__ == "__main__":
-    if "--fresh" in sys.argv[1:]:
-        print(f"{forget_compiled()} compiled files deleted")
     print(f"kernels ready after {compile_kernels():.1f} CPU s")

@@ -10,10 +10,10 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from envs.domain.requests import CLASS_INDEX, SERVICE_CLASSES
 from envs.domain.snapshot import FloatArray, IntArray
+from envs.perf_model.kernel_cache import cached_njit
 
 BIN_EDGES: IntArray = np.array(
     [1, 2, 4, 6, 9, 13, 20, 32, 48, 64, 96, 128, 176, 256, 320, 384, 448, 576, 768, 1024, 1536, 2560, 4608, 9216, 32768]
@@ -56,7 +56,7 @@ def mixture_weights(mixture: _Mixture) -> FloatArray:
     return weights
 
 
-@njit(cache=True)
+@cached_njit()
 def fill_table(weights: FloatArray, table: FloatArray) -> None:
     """Fill one class's table (TABLE_ROWS, BINS + 1) in place from its bin weights (BINS,), which need no common sum.
 
@@ -74,7 +74,7 @@ def fill_table(weights: FloatArray, table: FloatArray) -> None:
         table[2, k] = table[2, k + 1] + width * table[1, k + 1] + share * (width + 1.0) / 2.0
 
 
-@njit(cache=True)
+@cached_njit()
 def _bin_of(table: FloatArray, length: float) -> int:
     low, high = 0, table.shape[1] - 1
     while high - low > 1:
@@ -86,7 +86,7 @@ def _bin_of(table: FloatArray, length: float) -> int:
     return low
 
 
-@njit(cache=True)
+@cached_njit()
 def count_answer(weights: FloatArray, floor: FloatArray, keep: float, tables: FloatArray, class_index: int, tokens: int) -> None:
     """Let the class's weights fade by `keep`, not below `floor`, and count one answer of `tokens`, in place."""
     for k in range(weights.shape[1]):
@@ -94,7 +94,7 @@ def count_answer(weights: FloatArray, floor: FloatArray, keep: float, tables: Fl
     weights[class_index, _bin_of(tables[class_index], float(tokens))] += 1.0
 
 
-@njit(cache=True)
+@cached_njit()
 def remaining_mean(table: FloatArray, generated: int) -> float:
     """Expected further tokens of an answer that has `generated` tokens and goes on; at least 1. `table`: one class's."""
     following = generated + 1.0  # the smallest length it can still have
@@ -110,7 +110,7 @@ def remaining_mean(table: FloatArray, generated: int) -> float:
     return float(max(1.0, area / survival))
 
 
-@njit(cache=True)
+@cached_njit()
 def remaining_quantile(table: FloatArray, generated: int, uniform: float) -> int:
     """Further tokens, at least 1, of an answer that has `generated` tokens and goes on: its distribution at `uniform` in [0, 1).
 
@@ -138,13 +138,13 @@ def remaining_quantile(table: FloatArray, generated: int, uniform: float) -> int
     return int(length) - generated
 
 
-@njit(cache=True)
+@cached_njit()
 def _means(tables: FloatArray, class_index: IntArray, generated: IntArray, out: FloatArray) -> None:
     for i in range(class_index.size):
         out[i] = remaining_mean(tables[class_index[i]], generated[i])
 
 
-@njit(cache=True)
+@cached_njit()
 def _quantiles(tables: FloatArray, class_index: IntArray, generated: IntArray, uniform: FloatArray, out: IntArray) -> None:
     for i in range(class_index.size):
         out[i] = remaining_quantile(tables[class_index[i]], generated[i], uniform[i])

@@ -74,10 +74,9 @@ def _pressures(
             room_s = 0.0  # until a slot and KV are free
             if everyone > 0:
                 leave_s = (estimates[g, P.E_WORK_LEFT_S] - estimates[g, P.E_BACKLOG_S]) / everyone
-                context = max(1.0, (ints[g, 5] + ints[g, 4]) / everyone)
                 need = tokens + 0.5 * expected + (ahead if waiting > 0 else 0)
-                room_s = max(0.0, need - ints[g, 2] * block_tokens) / context * leave_s
-                room_s = max(room_s, (ints[g, 0] + waiting + 1 - ints[g, 8]) * leave_s)
+                missing = ints[g, 0] + waiting + 1 - ints[g, 8]
+                room_s = P.room_wait_s(need, ints[g, 2] * block_tokens, missing, everyone, ints[g, 5] + ints[g, 4], leave_s)
             ahead_s = ahead / estimates[g, P.E_PREFILL_RATE]
             ttft_limit_s = limits[c, 0] + limits[c, 1] * tokens
             if row < classes:

@@ -159,6 +159,16 @@ def _residents(now_s, first, last, ints, floats, limits, table, step_s, step_aft
     return before, after, left
 
 
+@inner_kernel
+def room_wait_s(need_tokens, free_tokens, places_missing, inside, inside_tokens, leave_s):
+    """Until there is KV for `need_tokens` and a place in the batch: room comes back as residents finish, one mean context at a time.
+
+    inside, inside_tokens: residents and their KV, at least one; leave_s: one of them leaves about every so often.
+    """
+    mean_context = max(1.0, inside_tokens / inside)
+    return max(max(0.0, need_tokens - free_tokens) / mean_context * leave_s, places_missing * leave_s)
+
+
 @kernel
 def _estimate(
     now_s,
@@ -206,9 +216,7 @@ def _estimate(
         )
         start_s = group_floats[g, 3] + group_floats[g, 0]
         backlog_s = backlog / rate
-        # KV or batch shortage: room comes back as residents finish, one mean context at a time
         need = prompt + 0.5 * expected + (backlog if waiting > 0 else 0)
-        shortage = max(0.0, need - group_ints[g, 2] * block_tokens)
         before, after, left = _residents(
             now_s, offset[g], offset[g + 1], resident_ints, resident_floats, limits, table, step_s, step_after_s, own_s, key, start_s, rate
         )
@@ -216,12 +224,9 @@ def _estimate(
         work_s = backlog_s
         if everyone > 0:
             mean_left = left / everyone
-            mean_context = max(1.0, (kv + backlog) / everyone)
-            leave_s = mean_left * step_s / everyone  # one leaves about every so often
-            kv_wait_s = shortage / mean_context * leave_s
-            full = running + waiting + 1 - group_ints[g, 8]
-            if full > 0:
-                kv_wait_s = max(kv_wait_s, full * leave_s)
+            leave_s = mean_left * step_s / everyone
+            missing = everyone + 1 - group_ints[g, 8]
+            kv_wait_s = room_wait_s(need, group_ints[g, 2] * block_tokens, missing, everyone, kv + backlog, leave_s)
             work_s += mean_left * step_s
         ttft_s = now_s - arrival_s + start_s + max(backlog_s, kv_wait_s) + own_s
         tpot_s = step_after_s + 0.5 * backlog_s / expected

@@ -8,30 +8,30 @@ infinity forbids. Times of one stage: per kind the slowest rank's, then weighed 
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from envs.perf_model.compiled import ONE, ZERO
+from envs.perf_model.kernel_cache import cached_njit
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def overlapped_s(compute_s: float, comm_s: float, hidden_fraction: float) -> float:
     """Time of compute and communication of which `hidden_fraction` of the shorter is hidden behind the longer."""
     return max(compute_s, comm_s) + (1.0 - hidden_fraction) * min(compute_s, comm_s)
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _extra_run(start: int, end: int, per_run: int) -> int:
     """Runs touched by [start, end) beyond the fewest that hold its width: 0 or 1."""
     touched = (end + per_run - 1) // per_run - start // per_run
     return touched - (end - start + per_run - 1) // per_run
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _farthest(table: FloatArray, rank: int, start: int, per_run: int, cap: int, limits: FloatArray) -> int:
     """Largest end such that `rank` holds [start, end) within `cap` units and the time limits."""
     units = table.shape[2] - 1
@@ -50,7 +50,7 @@ def _farthest(table: FloatArray, rank: int, start: int, per_run: int, cap: int, 
     return low
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def covers(table: FloatArray, per_run: int, caps: IntArray, limits: FloatArray) -> bool:
     """Whether ranks within the limits can hold all units.
 
@@ -65,7 +65,7 @@ def covers(table: FloatArray, per_run: int, caps: IntArray, limits: FloatArray) 
     return False
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _lowest(table: FloatArray, per_run: int, caps: IntArray, limits: FloatArray, kind: int, values: FloatArray) -> int:
     """Index of the smallest of `values` that, as the limit of `kind`, still lets the ranks cover; -1 for none."""
     low, high = 0, values.shape[0] - 1
@@ -83,7 +83,7 @@ def _lowest(table: FloatArray, per_run: int, caps: IntArray, limits: FloatArray,
     return low
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def stage_cost_s(limits: FloatArray, kind_weight: FloatArray, comm_s: FloatArray, hidden_fraction: float) -> float:
     total = 0.0
     for kind in range(limits.shape[0]):
@@ -91,7 +91,7 @@ def stage_cost_s(limits: FloatArray, kind_weight: FloatArray, comm_s: FloatArray
     return total
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def best_limits(
     table: FloatArray,
     first_values: FloatArray,
@@ -143,7 +143,7 @@ def best_limits(
     return best
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def cut_within(table: FloatArray, per_run: int, caps: IntArray, limits: FloatArray) -> IntArray:
     """Widths, shape (ranks,), of a cover within feasible `limits`; slack is shared, and cuts prefer the edge of a run.
 
@@ -172,7 +172,7 @@ def cut_within(table: FloatArray, per_run: int, caps: IntArray, limits: FloatArr
     return widths
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _joint_cover(
     table: FloatArray,
     per_run: int,
@@ -216,7 +216,7 @@ def _joint_cover(
     return most
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def _caps_within(table: FloatArray, limit: float, caps: IntArray) -> IntArray:
     """Most units per rank within `caps` and a time limit on the first kind, where runs do not matter."""
     result = np.zeros(table.shape[1], dtype=np.int64)
@@ -226,7 +226,7 @@ def _caps_within(table: FloatArray, limit: float, caps: IntArray) -> IntArray:
     return result
 
 
-@numba.njit(cache=True)
+@cached_njit()
 def joint_limits(
     table: FloatArray,
     values: FloatArray,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from envs.group_kernel import kv_pool
 from envs.group_kernel import layout as L
@@ -11,6 +10,7 @@ from envs.group_kernel.advance import advance_group
 from envs.group_kernel.jump import jump_duration_s, steps_done_by
 from envs.group_kernel.kv_growth import blocks_to_grow
 from envs.perf_model.compiled import inner_kernel, kernel
+from envs.perf_model.kernel_cache import cached_njit
 
 # integer rows of `read_groups`
 (R_RUNNING, R_WAITING, R_BLOCKS_FREE, R_BLOCKS_TOTAL, R_BACKLOG_TOKENS, R_DECODE_KV, R_DECODING, R_SLOTS_FREE) = range(8)
@@ -142,7 +142,7 @@ def hit_tokens(state, request, out):
             out[g] = matched * state.group_int[g, L.GI_CACHE_BLOCK_TOKENS]
 
 
-@njit(cache=True)
+@cached_njit()
 def kv_conserved(state):
     """Check used blocks, slots and lists against each other; returns the first group that is wrong, or -1."""
     for g in range(state.group_int.shape[0]):

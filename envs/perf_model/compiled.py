@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from envs.perf_model.kernel_cache import cached_njit
 
 ZERO: Any = np.int64(0)
 ONE: Any = np.int64(1)
 
-_OPTIONS: dict[str, Any] = {"cache": True, "_nrt": False, "error_model": "numpy", "no_cfunc_wrapper": True}
+_OPTIONS: dict[str, Any] = {"_nrt": False, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,5 +41,5 @@ def inlined_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiled(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = njit(**options)(function)
+    compiled: Callable[..., Any] = cached_njit(**options)(function)
     return compiled

@@ -11,6 +11,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+LATE_S = 0.05
+"""A look that comes so late tells of a loop that stood still, not of a silent stream: what came meanwhile lies unread."""
+
 
 class StreamWatch:
     """`next` waits for the next item until a clock time. Close it when the stream is over. prolong: asked when that time has come, until
@@ -25,6 +28,7 @@ class StreamWatch:
         self._error: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for_s = 0.0
+        self._has_looked_late = False
 
     def interrupt(self, error: Exception) -> None:
         """Let the wait under way, or the next one, end with `error`; the first error stands."""
@@ -41,7 +45,7 @@ class StreamWatch:
             raise self._error
         task = asyncio.current_task()
         assert task is not None
-        self._until_s, self._waiting = until_s, task
+        self._until_s, self._waiting, self._has_looked_late = until_s, task, False
         if self._timer is None or until_s < self._armed_for_s:
             self._arm(until_s)
         try:
@@ -69,7 +73,12 @@ class StreamWatch:
         self._timer = None
         if self._waiting is None or self._error is not None:
             return  # whoever asks next arms it
-        if self._now_s() >= self._until_s:
+        now_s = self._now_s()
+        if now_s - self._armed_for_s > LATE_S and not self._has_looked_late:
+            self._has_looked_late = True
+            self._arm(now_s + LATE_S)
+            return
+        if now_s >= self._until_s:
             self._until_s = self._prolong()
         if self._now_s() >= self._until_s:
             self._has_fired = True

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
+
+from envs.perf_model.kernel_cache import cached_njit
 
 ROWS_MAX = 32
 """Above this a BLAS is faster; callers take another path."""
@@ -26,12 +28,12 @@ _F = np.float32
 _EXP_LOWEST = _F(-87.0)
 
 
-_OPTIONS: dict[str, Any] = {"cache": True, "_nrt": False, "nogil": True, "error_model": "numpy"}
+_OPTIONS: dict[str, Any] = {"_nrt": False, "nogil": True, "error_model": "numpy"}
 
 
 def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Sums may be reordered and fused (that is what vectorises them); NaN and infinity keep their meaning."""
-    compiled: Callable[..., Any] = njit(**_OPTIONS, fastmath={"reassoc", "contract", "nsz"})(function)
+    compiled: Callable[..., Any] = cached_njit(**_OPTIONS, fastmath={"reassoc", "contract", "nsz"})(function)
     return compiled
 
 
@@ -203,7 +205,7 @@ def exp_in_place(x, bits):
         x[i] *= scale[i]
 
 
-@njit(**_OPTIONS, fastmath={"nnan", "nsz"})  # a maximum only vectorises where NaN need not be looked for
+@cached_njit(**_OPTIONS, fastmath={"nnan", "nsz"})  # a maximum only vectorises where NaN need not be looked for
 def _highest(row):
     highest = row[0]
     for i in range(row.shape[0]):

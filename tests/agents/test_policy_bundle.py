@@ -249,10 +249,10 @@ def test_loading_look_alikes_runs_nothing(tmp_path, shared):
             (dressed / name).write_bytes(file.read_bytes())
             paths.append(dressed)
     for path in paths:
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         with pytest.raises(BundleError) as caught:
             load_bundle(path)
-        assert time.perf_counter() - started_s < 1.0
+        assert time.process_time() - started_s < 1.0
         assert "\n" not in str(caught.value)
     assert not marker.exists()
 

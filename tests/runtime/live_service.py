@@ -20,6 +20,7 @@ from runtime.service import Service
 from runtime.service_admin import ServiceAdmin
 from runtime.service_config import load_service
 from runtime.tracing.tracer import Tracer
+from tests.conftest import GUARD_S
 
 EMULATED = {"cluster": "unlike-3", "model": {"name": "m"}}
 
@@ -38,7 +39,7 @@ class Live:
         async def call() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(20.0)
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(GUARD_S)
 
 
 @contextlib.contextmanager
@@ -84,7 +85,7 @@ def live(folder: Path, **settings: Any) -> Iterator[Live]:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    end_s = time.monotonic() + 60.0
+    end_s = time.monotonic() + GUARD_S
     while not found and thread.is_alive() and time.monotonic() < end_s:
         time.sleep(0.01)
     assert found, failures or "the service did not start"
@@ -93,5 +94,5 @@ def live(folder: Path, **settings: Any) -> Iterator[Live]:
     finally:
         for end in ends:
             end()
-        thread.join(20.0)
+        thread.join(GUARD_S)
         assert not thread.is_alive() and not failures, failures

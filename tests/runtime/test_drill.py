@@ -13,6 +13,7 @@ from benchmarks.drill_faults import KINDS
 from benchmarks.drill_figures import Found, Strike, bars
 from benchmarks.drill_service import drilled
 from runtime.torch_tp.config import read_config
+from tests.conftest import GUARD_S, SLOWER
 
 REFERENCE = Reference((1, 2), 3, "one two six", (3, 7, 11), (2.0, 1e-5, 2.0))
 
@@ -44,8 +45,10 @@ def test_figures_of_a_kill_by_hand():
     assert values["requests lost"] == 1 and values["processes, segments or ports left at the end"] == 1
 
 
-def test_a_short_drill_loses_nothing_and_leaves_nothing(dreams, tmp_path, kernels):
+def test_a_short_drill_loses_nothing_and_leaves_nothing(dreams, tmp_path, kernels, monkeypatch):
     """Six faults, one of each sort, while 30 requests run: all are noticed and outlived, every answer has the text given in calm."""
+    monkeypatch.setattr("benchmarks.drill.UNSEEN_S", GUARD_S)
+    monkeypatch.setattr("benchmarks.drill_service.LEFT_AFTER_S", 5.0 * SLOWER)
     groups = GROUPS["small"]
     options = argparse.Namespace(requests=30, faults=6, clients=6, seed=1, no_calm=True)
     with drilled(tmp_path, dreams, read_config(dreams), groups) as service:

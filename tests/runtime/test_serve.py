@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import os
@@ -26,10 +27,10 @@ from benchmarks.drill_service import words
 from benchmarks.listening_sockets import listening_of, still_listening
 from envs.scenario.scenario_error import ScenarioError
 from runtime.service_config import load_service
-from tests.conftest import PROJECT
+from tests.conftest import GUARD_S, PROJECT, SLOWER
 from tests.runtime.scheduling.test_policy_faults import contents
 
-START_S = 120.0
+START_S = 240.0
 
 
 class Running:
@@ -97,8 +98,8 @@ class Running:
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(30)
-        self._reader.join(5)
+        code = self.process.wait(GUARD_S)
+        self._reader.join(GUARD_S)
         return code
 
 
@@ -154,7 +155,7 @@ def test_a_wait_for_the_kernels_is_said_and_nothing_else_is(monkeypatch, capfd):
     """The first start compiles for a minute or more; one that is quick says nothing."""
     monkeypatch.setattr(serve_module, "KERNELS_QUIET_S", 0.0)
     with serve_module._kernels_explained():
-        end_s = time.monotonic() + 10.0
+        end_s = time.monotonic() + GUARD_S
         said = ""
         while "\n" not in said and time.monotonic() < end_s:
             said += capfd.readouterr().err
@@ -170,11 +171,12 @@ def test_a_service_file_that_is_not_there_is_not_called_a_cluster_file(tmp_path)
         load_service(tmp_path / "service.yaml")
 
 
-def test_check_explains_and_starts_nothing(tmp_path):
-    def check(*arguments: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "runtime", "serve", "--check", *arguments]
-        return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
+def check(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "runtime", "serve", "--check", *arguments]
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=GUARD_S, check=False)
 
+
+def test_check_explains_and_starts_nothing(tmp_path, kernels):
     good = check("--demonstration")
     assert good.returncode == 0 and "pair: torch_tp (2 rank(s) here, EMULATED slower x1, 2)" in good.stdout
     smaller = tmp_path / "smaller.yaml"
@@ -185,7 +187,14 @@ def test_check_explains_and_starts_nothing(tmp_path):
     assert "of the classes chat, batch" in nobody_there.stdout and "smaller model: cannot be reached" in nobody_there.stdout
     refused = check("--cluster", "unlike-3", "--bundle", str(tmp_path / "none"))
     assert refused.returncode == 2 and "refused" in refused.stdout
-    for content, said in (
+    for folder in ("/dev/null/records", str(smaller)):
+        refused = check("--cluster", "unlike-3", "--record-dir", folder)
+        assert refused.returncode == 2 and "refused" in refused.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
         ({"cluster": "unlike-3", "grups": {}}, "grups"),
         ({"cluster": "unlike-3", "groups": {"pare": {}}}, 'did you mean "pair"'),
         ({"cluster": "unlike-3", "dispatch": {"hold_max": 3}}, "hold_max_s"),
@@ -194,26 +203,31 @@ def test_check_explains_and_starts_nothing(tmp_path):
         ({"cluster": "unlike-3", "smaller_model": {"url": "http://127.0.0.1:none", "model": "small"}}, "smaller_model.url"),
         ({"cluster": "unlike-3", "dispatch": {"hold_max_s": float("nan")}}, "hold_max_s"),
         ({}, "cluster"),
-    ):
-        file = tmp_path / "service.yaml"
-        file.write_text(yaml.safe_dump(content))
-        bad = check("--config", str(file))
-        assert bad.returncode == 2 and said in bad.stderr and bad.stderr.count("\n") == 1, bad.stderr
+    ],
+)
+def test_a_bad_file_is_one_line_and_code_2(tmp_path, content, said):
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump(content))
+    bad = check("--config", str(file))
+    assert bad.returncode == 2 and said in bad.stderr and bad.stderr.count("\n") == 1, bad.stderr
 
-    for arguments in (("--port", "65536"), ("--port", "-1"), ("--host", ""), ("--bundle", ""), ("--demonstration", "--config", str(file))):
-        bad = check("--cluster", "unlike-3", *arguments)
-        assert bad.returncode == 2 and bad.stderr.count("\n") == 1, bad.stderr
-    for folder in ("/dev/null/records", str(file)):
-        refused = check("--cluster", "unlike-3", "--record-dir", folder)
-        assert refused.returncode == 2 and "refused" in refused.stdout
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--port", "65536"), ("--port", "-1"), ("--host", ""), ("--bundle", ""), ("--demonstration", "--config", "service.yaml")],
+)
+def test_a_bad_flag_is_one_line_and_code_2(arguments):
+    bad = check("--cluster", "unlike-3", *arguments)
+    assert bad.returncode == 2 and bad.stderr.count("\n") == 1, bad.stderr
 
 
 @pytest.mark.parametrize("closing", ["| exec 3<&-", ">&- 2>&- <&-"])
 def test_nobody_need_listen_to_what_it_says(closing):
     """As in `python -m runtime serve | head -1`, or by a starter that closes everything."""
     command = f"{{ {sys.executable} -m runtime serve --cluster unlike-3 --check {closing}; echo ${{PIPESTATUS[0]}} >&4; }} 4>&1"
-    done = subprocess.run(["bash", "-c", command], cwd=PROJECT, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "0" and not done.stderr
+    done = subprocess.run(["bash", "-c", command], cwd=PROJECT, capture_output=True, text=True, timeout=GUARD_S, check=True)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("loading the kernels")]  # where that takes a while
+    assert done.stdout.strip() == "0" and not said
 
 
 def test_an_address_is_told_as_a_url_has_it():
@@ -240,7 +254,7 @@ def test_a_service_that_cannot_start_ends_and_says_why(monkeypatch):
     monkeypatch.setattr(Service, "close", close)
     config = load_service(None, "unlike-3", port=0)
     with pytest.raises(RuntimeError, match="no groups today"):
-        asyncio.run(asyncio.wait_for(serve(config, lambda: config), 20.0))
+        asyncio.run(asyncio.wait_for(serve(config, lambda: config), GUARD_S))
     assert len(closed) == 1
 
 
@@ -260,6 +274,14 @@ CLUSTER = {
 }  # fmt: skip
 
 
+def ordered(running: Running, path: str) -> None:
+    """An operator's order, once no move of the service's own is under way in the group."""
+    end_s = time.monotonic() + GUARD_S
+    while (answer := running.post(path, {}))[0] != 200:
+        assert answer[0] == 409 and "under way" in answer[1]["error"]["message"] and time.monotonic() < end_s, answer
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 def test_who_is_cut_off_at_the_end_is_told(tmp_path, kernels, signals):
     """Longer than `drain_s`, or told to stop twice: a stream ends in an error event, any other answer is the error, an operator's order too
@@ -274,14 +296,15 @@ def test_who_is_cut_off_at_the_end_is_told(tmp_path, kernels, signals):
     try:
         with ThreadPoolExecutor(2) as pool:
             names = [group["name"] for group in cluster["groups"]]
-            assert running.post(f"/admin/groups/{names[0]}/drain", {})[0] == 200
+            ordered(running, f"/admin/groups/{names[0]}/drain")
             events = running.stream("/v1/completions", asked)
             assert next(events)["choices"][0]["text"]
             plain = pool.submit(running.post, "/v1/completions", asked)
             while json.loads(running.get("/admin/state")[1])["service"]["in_flight"] < 2:
                 time.sleep(0.02)
             order = pool.submit(running.post, "/admin/groups/spare/join", {"target": names[1]})
-            time.sleep(0.3)
+            while not json.loads(running.get("/admin/state")[1])["moves_under_way"]:
+                time.sleep(0.02)
             assert not order.done()
             for _ in range(signals):
                 running.process.send_signal(signal.SIGTERM)
@@ -289,7 +312,7 @@ def test_who_is_cut_off_at_the_end_is_told(tmp_path, kernels, signals):
             seen = list(events)
             assert seen[-1] == "[DONE]" and seen[-2]["error"]["code"] == "draining"
             for told in (plain, order):
-                status, body, _ = told.result(timeout=20.0)
+                status, body, _ = told.result(timeout=GUARD_S)
                 assert (status, body["error"]["code"]) == (503, "draining")
     finally:
         assert running.stop() == 0
@@ -308,7 +331,8 @@ def ranks_file(dreams, tmp_path_factory, kernels):
             "pair": {"kind": "torch_tp", "ranks": [{"slow_factor": 12.0}, {"slow_factor": 12.0}]},
             "single": {"kind": "torch_tp", "ranks": [{"slow_factor": 12.0}]},
         },
-        "dispatch": {"restart_s": 0.2},
+        # a slow machine is not to be taken for a silent group
+        "dispatch": {"restart_s": 0.2, "first_token_floor_s": 60.0, "silence_slack_s": 60.0, "hold_max_s": 60.0, "retry_wait_s": 60.0},
     }
     file = folder / "service.yaml"
     file.write_text(yaml.safe_dump(service))
@@ -336,19 +360,21 @@ def test_told_to_stop_before_it_is_ready_it_ends_at_once_and_quietly(ranks_file,
     began_s, children = time.monotonic(), running.children()
     assert running.stop() == 0
     took_s, said = time.monotonic() - began_s, "".join(running.lines)
-    assert took_s < 10.0 and not any(Path(f"/proc/{pid}").exists() for pid in children)
+    assert took_s < 30.0
+    gone_within(children, 5.0 * SLOWER)  # ranks end with their parents, a moment later
     assert "ready on" not in said and "Traceback" not in said and "never retrieved" not in said, said
 
 
+def gone_within(pids: list[int], limit_s: float) -> None:
+    end_s = time.monotonic() + limit_s
+    while left := [" ".join(words(pid)) for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < end_s, left
+        time.sleep(0.05)
+
+
 def both_serve(running: Running) -> None:
-    end_s = time.monotonic() + 60.0
-    while (
-        running.get("/metrics")[1].count("ballast_group_serving{")
-        and 'serving{group="pair",model_name="tiny"} 0' in running.get("/metrics")[1]
-    ):
-        assert time.monotonic() < end_s
-        time.sleep(0.2)
-    while len(hosts(running)) < 2:
+    end_s = time.monotonic() + GUARD_S
+    while not all(group["state"] == "serving" for group in json.loads(running.get("/admin/state")[1])["groups"]) or len(hosts(running)) < 2:
         assert time.monotonic() < end_s
         time.sleep(0.2)
 
@@ -364,7 +390,7 @@ def test_a_whole_group_killed_in_mid_stream(ranks):
     _, whole, _ = ranks.post("/v1/completions", ASKED)
     text = whole["choices"][0]["text"]
     victim, before = hosts(ranks)[0], set(hosts(ranks))
-    texts, usages, killed = [None] * 8, [None] * 8, threading.Event()
+    texts, usages, killing = [None] * 8, [None] * 8, [victim]
 
     def one(i: int) -> None:
         said, finishes = [], []
@@ -376,9 +402,9 @@ def test_a_whole_group_killed_in_mid_stream(ranks):
             for choice in event["choices"]:
                 said.append(choice["text"])
                 finishes += [choice["finish_reason"]] if choice["finish_reason"] else []
-            if len(said) == 10 and not killed.is_set():
-                killed.set()
-                os.kill(victim, signal.SIGKILL)
+            if len(said) == 10:
+                with contextlib.suppress(IndexError):  # another stream was first
+                    os.kill(killing.pop(), signal.SIGKILL)
         assert finishes == ["length"]
         texts[i] = "".join(said)
 
@@ -386,10 +412,10 @@ def test_a_whole_group_killed_in_mid_stream(ranks):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(GUARD_S)
     assert texts == [text] * 8
     assert all(usage["completion_tokens"] == 90 for usage in usages)
-    end_s = time.monotonic() + 60.0
+    end_s = time.monotonic() + GUARD_S
     while len(set(hosts(ranks)) - {victim}) < 2:
         assert time.monotonic() < end_s
         time.sleep(0.2)
@@ -407,7 +433,7 @@ def test_a_client_that_leaves_frees_its_place(ranks):
     stream = ranks.stream("/v1/completions", ASKED)
     next(stream)
     stream.close()
-    end_s = time.monotonic() + 5.0
+    end_s = time.monotonic() + GUARD_S
     while any(f'ballast_group_running{{group="{g}",model_name="tiny"}} 0' not in ranks.get("/metrics")[1] for g in ("pair", "single")):
         assert time.monotonic() < end_s
         time.sleep(0.05)
@@ -416,36 +442,42 @@ def test_a_client_that_leaves_frees_its_place(ranks):
 @pytest.mark.fault("K22")
 def test_ready_is_false_while_nothing_can_make_a_token(ranks):
     """Both hosts frozen: /ready is 503 within 3 s although every process is there, /livez stays 200. They are then replaced, and it is
-    ready again."""
-    both_serve(ranks)
-    frozen = hosts(ranks)
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
-    began_s = time.monotonic()
-    while ranks.get("/ready")[0] == 200:
-        assert time.monotonic() - began_s < 4.5  # the request itself may take 1.5 s
-    assert ranks.get("/livez")[0] == 200
-    while ranks.get("/ready")[0] != 200:
-        assert time.monotonic() - began_s < 60.0
-        time.sleep(0.2)
-    assert set(hosts(ranks)) != set(frozen)
-    status, body, _ = ranks.post("/v1/completions", ASKED)
-    assert status == 200 and body["usage"]["completion_tokens"] == 90
+    ready again. On full cores it may take so long that they are replaced first: they are frozen again, a few times."""
+    is_noticed = False
+    for _ in range(4):
+        both_serve(ranks)
+        frozen = hosts(ranks)
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+        while ranks.get("/ready")[0] == 200:
+            assert time.monotonic() - began_s < GUARD_S
+        is_noticed = time.monotonic() - began_s < 4.5  # the request itself may take 1.5 s; they are given up after 5
+        assert ranks.get("/livez")[0] == 200
+        while ranks.get("/ready")[0] != 200:
+            assert time.monotonic() - began_s < GUARD_S
+            time.sleep(0.2)
+        assert set(hosts(ranks)) != set(frozen)
+        status, body, _ = ranks.post("/v1/completions", ASKED)
+        assert status == 200 and body["usage"]["completion_tokens"] == 90
+        if is_noticed:
+            return
+    raise AssertionError("it was ready until they were given up")
 
 
 @pytest.mark.fault("K21")
 def test_nothing_outlives_a_killed_service(dreams, ranks, tmp_path_factory):
-    """SIGKILL: within 5 s no process of it is left, and nobody listens on its port."""
+    """SIGKILL: soon no process of it is left, and nobody listens on its port."""
     both_serve(ranks)
     children = ranks.children()
     ports = listening_of([ranks.process.pid, *children])
     assert len(children) >= 4 and ports
     ranks.process.kill()
-    ranks.process.wait(5)
-    end_s = time.monotonic() + 5.0
-    while any(Path(f"/proc/{pid}").exists() for pid in children) or still_listening(ports):
-        left = [" ".join(words(pid)) for pid in children if Path(f"/proc/{pid}").exists()]
-        assert time.monotonic() < end_s, left + still_listening(ports)
+    ranks.process.wait(GUARD_S)
+    end_s = time.monotonic() + 5.0 * SLOWER
+    gone_within(children, 5.0 * SLOWER)
+    while left := still_listening(ports):
+        assert time.monotonic() < end_s, left
         time.sleep(0.05)
 
 
@@ -466,7 +498,7 @@ def test_a_served_policy_decides_and_its_death_is_not_felt(tmp_path, kernels):
         return float(found.group(1)) if found else 0.0
 
     def until_policy_decides(more_than: float) -> None:
-        end_s = time.monotonic() + 30.0
+        end_s = time.monotonic() + GUARD_S
         while decided() <= more_than:
             assert time.monotonic() < end_s
             assert running.post("/v1/completions", asked)[0] == 200
@@ -491,14 +523,14 @@ def test_own_ranks_beside_groups_of_another_kind(ranks_file):
     running = Running("--config", str(file))
     asked = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
     try:
-        end_s = time.monotonic() + 60.0
+        end_s = time.monotonic() + GUARD_S
         while not all(group["state"] == "serving" for group in json.loads(running.get("/admin/state")[1])["groups"]):
             assert time.monotonic() < end_s
             time.sleep(0.05)
         for idle in ("pair", "single"):
-            assert running.post(f"/admin/groups/{idle}/drain", {})[0] == 200
+            ordered(running, f"/admin/groups/{idle}/drain")
             status, body, _ = running.post("/v1/completions", asked)
             assert status == 200 and body["usage"]["completion_tokens"] == 4, body
-            assert running.post(f"/admin/groups/{idle}/undrain", {})[0] == 200
+            ordered(running, f"/admin/groups/{idle}/undrain")
     finally:
         assert running.stop() == 0

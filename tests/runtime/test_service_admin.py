@@ -19,6 +19,7 @@ from runtime.gateway.settings import GatewaySettings
 from runtime.service import Service
 from runtime.service_admin import ServiceAdmin
 from runtime.service_config import load_service
+from tests.conftest import GUARD_S
 
 LOCAL, ELSEWHERE = ("127.0.0.1", 40000), ("10.1.2.3", 40000)
 JSON = {"content-type": "application/json"}
@@ -88,20 +89,26 @@ def test_the_state_says_what_the_docs_promise(tmp_path, kernels):
         async with client() as http:
             empty = (await http.get("/admin/state")).json()
             assert set(empty) == TOP_KEYS and all(set(group) == GROUP_KEYS for group in empty["groups"])
-            answers = [asyncio.create_task(http.post("/v1/completions", json=ask(300))) for _ in range(6)]
-            await asyncio.sleep(1.0)
-            text = (await http.get("/admin/state")).text
-            state = json.loads(text, parse_constant=lambda name: pytest.fail(name))
-            check_finite(state)
-            assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
-        busy = max(state["groups"], key=lambda group: group["running"])
-        assert busy["running"] >= 1 and busy["kv"]["tokens_used"] > 0
+            answers = [asyncio.create_task(http.post("/v1/completions", json=ask(4000))) for _ in range(6)]  # until we have seen them
+            async with asyncio.timeout(GUARD_S):
+                while True:
+                    text = (await http.get("/admin/state")).text
+                    state = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+                    check_finite(state)
+                    busy = max(state["groups"], key=lambda group: group["running"])
+                    shares = busy["ranks"][0]["compute_share"], busy["ranks"][0]["memory_stall_share"]
+                    if state["service"]["in_flight"] == 6 and busy["running"] and all(shares) and sum(shares) > 0.3:
+                        break
+                    await asyncio.sleep(0.1)
+            for answer in answers:
+                answer.cancel()
+            await asyncio.gather(*answers, return_exceptions=True)
+        assert busy["kv"]["tokens_used"] > 0
         rank = busy["ranks"][0]  # of an emulated step all but communication and host time is one of the two
         assert 0.3 < rank["compute_share"] + rank["memory_stall_share"] <= 1.05
         assert busy["effective_compute_share"] == max(rank["compute_share"] for rank in busy["ranks"])
         assert busy["memory_bytes_per_s"] > 1e9
         assert sum(busy["plan"]["shares"]) == pytest.approx(1.0)
-        assert state["service"]["in_flight"] == 6
         decision = state["decisions"][0]
         assert (decision["decision"], decision["source"], decision["cause"]) == ("route", "heuristic", "no_policy")
         chosen = decision["candidates"][decision["chosen"]]
@@ -126,9 +133,10 @@ def test_drain_and_undrain(tmp_path, kernels):
             assert (said.status_code, said.json()) == (200, {"group": "a100-pair", "state": "draining"})
             for answer in answers:
                 assert (await answer).json()["usage"]["completion_tokens"] == 60
-            await asyncio.sleep(0.2)
-            group = (await http.get("/admin/state")).json()["groups"][0]
-            assert (group["state"], group["accepts"], group["running"]) == ("drained", False, 0)
+            async with asyncio.timeout(GUARD_S):
+                while (group := (await http.get("/admin/state")).json()["groups"][0])["state"] != "drained":
+                    await asyncio.sleep(0.05)
+            assert (group["accepts"], group["running"]) == (False, 0)
             said = await http.post("/admin/groups/a100-pair/undrain", headers=JSON)
             assert said.json()["state"] == "serving"
             state = (await http.get("/admin/state")).json()
@@ -232,11 +240,11 @@ def test_a_move_that_outlasts_its_caller_goes_on(tmp_path, kernels, monkeypatch)
     monkeypatch.setattr("runtime.gateway.admin.ORDER_WAIT_S", 0.05)
 
     async def body(client, service) -> None:
-        moves, backend = service.control.moves, service.dispatcher.backends[0]
+        moves, backend, go_on = service.control.moves, service.dispatcher.backends[0], asyncio.Event()
         split = backend.set_split
 
         async def slowly(plan):
-            await asyncio.sleep(0.3)
+            await go_on.wait()
             return await split(plan)
 
         monkeypatch.setattr(backend, "set_split", slowly)
@@ -244,7 +252,8 @@ def test_a_move_that_outlasts_its_caller_goes_on(tmp_path, kernels, monkeypatch)
             late = await http.post("/admin/groups/a100-pair/resplit", json={"shares": [3, 1]})
             assert late.status_code == 504
             assert (await http.get("/admin/state")).json()["moves_under_way"]
-            async with asyncio.timeout(10.0):
+            go_on.set()
+            async with asyncio.timeout(GUARD_S):
                 while moves.under_way:
                     await asyncio.sleep(0.01)
             assert [move.outcome for move in moves.log] == ["done"]

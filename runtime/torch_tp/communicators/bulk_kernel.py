@@ -6,8 +6,9 @@ The lock is what disturbs steps most: a thread of low priority that runs Python 
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
+from envs.perf_model.kernel_cache import cached_njit
 from runtime.torch_tp.communicators.shared_flags import (
     DONE,
     FLAG_BYTES,
@@ -37,7 +38,7 @@ ALL_MOVED, BUDGET_OVER = -1, -2
 AT_REST, WAITING, SUMMING = range(3)
 
 
-@njit("int64(int64, int64)", nogil=True, cache=True)
+@cached_njit("int64(int64, int64)", nogil=True)
 def _lane_state(flags, size):  # type: ignore[no-untyped-def]
     """AT_REST, WAITING for a rank that has not come to the collective yet, or SUMMING: all have come and not all have left it."""
     first, last, is_inside = load_acquire(flags + PUBLISHED), load_acquire(flags + PUBLISHED), False
@@ -51,7 +52,7 @@ def _lane_state(flags, size):  # type: ignore[no-untyped-def]
     return SUMMING if first == last else WAITING
 
 
-@njit("void(int64, int64, int64, int64, int64, boolean, int64)", nogil=True, cache=True)
+@cached_njit("void(int64, int64, int64, int64, int64, boolean, int64)", nogil=True)
 def copy_politely(target, source, count, flags, size, offers_core, clock):  # type: ignore[no-untyped-def]
     """Copy `count` bytes in pieces, none of them begun while the ranks of the lane at `flags` are summing. While one waits for another it
     has time; but a thread of its own real-time class (`offers_core`) may be on its very core, and offers that back after each piece,
@@ -73,7 +74,7 @@ def copy_politely(target, source, count, flags, size, offers_core, clock):  # ty
             sched_yield()
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64, float64, boolean, int64)", nogil=True, cache=True)
+@cached_njit("int64(int64, int64, int64, int64, int64, int64, float64, boolean, int64)", nogil=True)
 def advance_moves(lanes, lane_count, messages, flags, size, state, bytes_per_s_max, offers_core, budget_ns):  # type: ignore[no-untyped-def]
     """Carry the messages of all lanes (directions of pairs) as far as they go within `budget_ns`, no faster than `bytes_per_s_max`.
 

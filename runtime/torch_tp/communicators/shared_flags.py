@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from envs.perf_model.kernel_cache import cached_njit
 
 # offsets of the counters inside a rank's flag line (64 bytes: ranks never share a cache line)
 PUBLISHED, DONE, REDUCED = 0, 8, 16
@@ -117,23 +119,23 @@ def long_pointer(typing: Any, address: Any) -> Any:
     return types.CPointer(types.int64)(types.int64), generate
 
 
-@njit("int64(int64)", nogil=True, cache=True)
+@cached_njit("int64(int64)", nogil=True)
 def read_flag(address):  # type: ignore[no-untyped-def]
     return load_acquire(address)
 
 
-@njit("void(int64, int64)", nogil=True, cache=True)
+@cached_njit("void(int64, int64)", nogil=True)
 def write_flag(address, value):  # type: ignore[no-untyped-def]
     store_release(address, value)
 
 
-@njit("int64(int64)", nogil=True, cache=True, inline="never")
+@cached_njit("int64(int64)", nogil=True, inline="never")
 def now_ns(clock):  # type: ignore[no-untyped-def]
     _clock_gettime(CLOCK_MONOTONIC, clock)
     return load_acquire(clock) * 1_000_000_000 + load_acquire(clock + 8)
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("int64(int64, int64, int64, int64, int64, int64, int64)", nogil=True)
 def await_flags(flags, size, target, pauses, clock, waited_ns, budget_ns):  # type: ignore[no-untyped-def]
     """Wait until the counter at `flags` + FLAG_BYTES x rank has reached `target` for every rank.
 
@@ -161,7 +163,7 @@ def await_flags(flags, size, target, pauses, clock, waited_ns, budget_ns):  # ty
     return -1
 
 
-@njit("boolean(int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("boolean(int64, int64, int64)", nogil=True)
 def all_reached(flags, size, target):  # type: ignore[no-untyped-def]
     """Whether the counters of all ranks have reached `target`."""
     reached = True
@@ -170,7 +172,7 @@ def all_reached(flags, size, target):  # type: ignore[no-untyped-def]
     return reached
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True)
 def publish(flags, size, rank, sequence, slot, source, count, announced, pauses, clock, waited_ns):  # type: ignore[no-untyped-def]
     """Copy `count` bytes into this rank's slot of message `sequence` and publish it; the slot last held `sequence` - DEPTH.
 
@@ -185,13 +187,13 @@ def publish(flags, size, rank, sequence, slot, source, count, announced, pauses,
     return missing
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("int64(int64, int64, int64, int64, int64, int64)", nogil=True)
 def await_published(flags, size, sequence, pauses, clock, waited_ns):  # type: ignore[no-untyped-def]
     """Wait for message `sequence` of all ranks. Returns: -1, or the rank that has not published."""
     return await_flags(flags + PUBLISHED, size, sequence + 1, pauses, clock, waited_ns, BUDGET_NS)
 
 
-@njit("void(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("void(int64, int64, int64, int64, int64, int64)", nogil=True)
 def sum_float(slots, stride, size, own, target, count):  # type: ignore[no-untyped-def]
     """target[i] = ((part 0)[i] + (part 1)[i]) + ...: float32, in rank order, so every rank gets the same bits.
 
@@ -222,7 +224,7 @@ def sum_float(slots, stride, size, own, target, count):  # type: ignore[no-untyp
                 total[i] += part[i]
 
 
-@njit("void(int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("void(int64, int64, int64, int64, int64, int64)", nogil=True)
 def sum_bfloat(slots, stride, size, own, target, count):  # type: ignore[no-untyped-def]
     """As `sum_float` for bfloat16: summed in float32 in rank order and rounded once, to nearest even."""
     total = np.empty(BLOCK, np.float32)
@@ -245,7 +247,7 @@ def sum_bfloat(slots, stride, size, own, target, count):  # type: ignore[no-unty
             rounded[i] = np.uint16((bits >> np.uint32(16)) | np.uint32(0x40)) if is_nan else np.uint16(nearest)
 
 
-@njit("void(int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("void(int64, int64, int64, int64, int64, int64, int64)", nogil=True)
 def _sum(slots, stride, size, own, target, count, width):  # type: ignore[no-untyped-def]
     if width == 4:
         sum_float(slots, stride, size, own, target, count)
@@ -253,13 +255,13 @@ def _sum(slots, stride, size, own, target, count, width):  # type: ignore[no-unt
         sum_bfloat(slots, stride, size, own, target, count)
 
 
-@njit("int64(int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("int64(int64, int64, int64)", nogil=True)
 def _cut(count, size, rank):  # type: ignore[no-untyped-def]
     """Where the piece begins that `rank` sums: on a cache line."""
     return count if rank == size else count * rank // size // 32 * 32
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)", nogil=True)
 def advance_sum(lane, first, tensor, count, width, progress, leader, waited_ns, only_publish):  # type: ignore[no-untyped-def]
     """Carry an in-place all-reduce as far as it goes: publish chunks ahead, wait for the others', sum, release.
 
@@ -335,7 +337,7 @@ def advance_sum(lane, first, tensor, count, width, progress, leader, waited_ns, 
     return -1
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("int64(int64, int64, int64, int64, int64, int64, int64)", nogil=True)
 def advance_broadcast(lane, first, address, count, progress, leader, waited_ns):  # type: ignore[no-untyped-def]
     """Carry a broadcast of `count` bytes from `leader` as far as it goes; arguments and result as for `advance_sum`."""
     field = carray(long_pointer(lane), 9)

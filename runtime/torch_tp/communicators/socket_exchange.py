@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from numba import njit, types
+from numba import types
 
+from envs.perf_model.kernel_cache import cached_njit
 from runtime.torch_tp.communicators.shared_flags import load_acquire, now_ns, sched_yield, store_release
 
 _send = types.ExternalFunction("send", types.intp(types.int32, types.intp, types.intp, types.int32))
@@ -16,7 +17,7 @@ SPIN_NS = 100_000
 ALL_DONE, BUDGET_SPENT, CLOSED = -1, 0, 256
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("int64(int64, int64, int64, int64, int64, int64, int64)", nogil=True)
 def swap_with_all(progress, size, rank, source, target, length_bytes, clock):  # type: ignore[no-untyped-def]
     """Send `length_bytes` at `source` to every peer and receive as much from each at `target` + peer x `length_bytes`.
 

@@ -18,9 +18,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numba import carray, njit
+from numba import carray
 from torch import Tensor
 
+from envs.perf_model.kernel_cache import cached_njit
 from runtime.torch_tp.communicators.shared_flags import byte_pointer, float_pointer
 
 BLOCK = 64  # numbers that share one int8 scale: 6 % more bytes than none
@@ -64,7 +65,7 @@ class Fp16Wire:
         return total
 
 
-@njit("int64(int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("int64(int64, int64, int64)", nogil=True)
 def _pack_int8(source, count, target):  # type: ignore[no-untyped-def]
     """Scales of all blocks, then a signed byte per number. Returns: 0, or 1 when a number is not finite."""
     numbers = carray(float_pointer(source), count)
@@ -87,7 +88,7 @@ def _pack_int8(source, count, target):  # type: ignore[no-untyped-def]
     return 0
 
 
-@njit("void(int64, int64, int64)", nogil=True, cache=True)
+@cached_njit("void(int64, int64, int64)", nogil=True)
 def _add_int8(source, count, total):  # type: ignore[no-untyped-def]
     blocks = (count + BLOCK - 1) // BLOCK
     scales = carray(float_pointer(source), blocks)

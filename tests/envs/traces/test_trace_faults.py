@@ -15,6 +15,7 @@ import pytest
 
 from envs.traces import ArrivalProcess, TraceError, load_trace, open_trace
 from envs.traces.windows import quiet_warning
+from tests.conftest import SLOWER
 
 Write = Callable[[str, str], Path]
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -128,7 +129,7 @@ def run_cli(*arguments: object) -> tuple[int, str, float]:
         text=True,
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
-        timeout=30,
+        timeout=120,
     )
     return done.returncode, done.stderr, time.monotonic() - start_s
 
@@ -144,7 +145,7 @@ def assert_refused(path: Path, tmp_path: Path, *fragments: str) -> None:
         assert fragment in errors
     assert list(folder.iterdir()) == []
     # One second is the wanted bound; twice that is allowed on a loaded machine.
-    assert took_s < 2.0
+    assert took_s < 2.0 * SLOWER
 
 
 @pytest.mark.fault("K16")

@@ -16,7 +16,7 @@ from runtime.backends.emulated import EmulatedBackend
 from runtime.backends.emulated_kernel import KernelSettings, kernel_of
 from runtime.backends.interface import Begun
 from runtime.backends.kernel_report import KernelReader
-from tests.runtime.scheduling.service_parts import LIMITS, call, cluster
+from tests.runtime.scheduling.service_parts import LIMITS, call, cluster, until
 
 PROMPTS = (200, 900, 50)
 TOKENS = 12
@@ -38,7 +38,8 @@ def virtual_times() -> list[tuple[float, float]]:
 
 
 def test_real_time_is_the_kernels_time(kernels):
-    """Within 25 ms plus 5 %, which is what a shared machine adds: the waking of the event loop."""
+    """Within 25 ms plus 5 %, which is what a shared machine adds: the waking of the event loop. One that stood still for longer is asked
+    again; nothing ever comes early."""
     expected = virtual_times()
 
     async def body():
@@ -59,9 +60,12 @@ def test_real_time_is_the_kernels_time(kernels):
         finally:
             await backend.close()
 
-    seen = asyncio.run(body())
-    for mine, said in zip(seen, expected, strict=True):
-        assert mine == pytest.approx(said, rel=0.05, abs=0.025)
+    seen = np.full((len(PROMPTS), 2), np.inf)
+    for _ in range(20):
+        seen = np.minimum(seen, asyncio.run(body()))
+        if seen == pytest.approx(np.array(expected), rel=0.05, abs=0.025):
+            return
+    raise AssertionError(f"{seen} instead of {expected}")
 
 
 def test_slow_ranks_show_in_reports(kernels):
@@ -75,7 +79,7 @@ def test_slow_ranks_show_in_reports(kernels):
             await anext(stream)
             before = backend.report().rank_times
             backend.slow_down([1.0], [2.0])
-            await asyncio.sleep(0.3)
+            await until(lambda: backend.report().rank_times.mlp_s[0] > 1.5 * before.mlp_s[0])
             after = backend.report().rank_times
             assert after.mlp_s[0] == pytest.approx(2 * before.mlp_s[0], rel=0.05)
         finally:
@@ -89,7 +93,8 @@ def test_a_call_that_waited_elsewhere_is_served_before_later_ones(kernels):
     """One place; the call that comes last has waited 100 s in another group: it runs before those that wait here."""
 
     async def body() -> None:
-        backend = EmulatedBackend(cluster(1).groups[0], 0, replace(LIMITS, max_running=1), KernelSettings())
+        clock_s = [5000.0]  # stands still while they come
+        backend = EmulatedBackend(cluster(1).groups[0], 0, replace(LIMITS, max_running=1), KernelSettings(), lambda: clock_s[0])
         await backend.start()
         ended: list[int] = []
 
@@ -101,8 +106,13 @@ def test_a_call_that_waited_elsewhere_is_served_before_later_ones(kernels):
         tasks = []
         for number, waited_s in enumerate((0.0, 0.0, 100.0)):
             tasks.append(asyncio.create_task(ask(number, Begun(waited_s=waited_s))))
+            clock_s[0] += 0.001
             await asyncio.sleep(0)
             backend.report()
+        while not all(task.done() for task in tasks):
+            clock_s[0] += 0.1
+            backend.report()
+            await asyncio.sleep(0)
         await asyncio.gather(*tasks)
         await backend.close()
         assert ended == [0, 2, 1]

@@ -10,7 +10,7 @@ import pytest
 
 from runtime.backends import torch_tp
 from runtime.backends.interface import BackendFault
-from tests.conftest import PROJECT
+from tests.conftest import GUARD_S, PROJECT
 from tests.runtime.backends import backend_kinds
 from tests.runtime.scheduling.service_parts import call
 
@@ -56,7 +56,7 @@ def test_an_engine_that_failed_for_good_takes_its_process_with_it(monkeypatch, d
             with pytest.raises(BackendFault, match="cannot convert float NaN"):
                 async for _ in backend.submit(call(max_tokens=64, ignore_eos=True)):
                     pass
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(GUARD_S):
                 while backend.is_alive:
                     await asyncio.sleep(0.02)
         finally:
@@ -69,7 +69,7 @@ def test_bytes_are_no_sign_of_life_but_messages_are(monkeypatch, tmp_path):
     """Scripted host: it comes up, then announces 60 MiB and sends zeros for ever. With half a second of patience it is not alive soon
     after, so that its keeper starts another."""
     popen = subprocess.Popen
-    monkeypatch.setattr(torch_tp, "SILENT_S", 0.5)
+    monkeypatch.setattr(torch_tp, "SILENT_S", GUARD_S)
     monkeypatch.setattr(
         torch_tp.subprocess, "Popen", lambda command, **how: popen([sys.executable, "-c", MUMBLER, command[3]], cwd=PROJECT, **how)
     )
@@ -79,7 +79,8 @@ def test_bytes_are_no_sign_of_life_but_messages_are(monkeypatch, tmp_path):
         await backend.start()
         try:
             assert backend.is_alive
-            async with asyncio.timeout(10.0):
+            monkeypatch.setattr(torch_tp, "SILENT_S", 0.5)
+            async with asyncio.timeout(GUARD_S):
                 while backend.is_alive:
                     await asyncio.sleep(0.02)
         finally:

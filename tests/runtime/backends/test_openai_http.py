@@ -8,6 +8,7 @@ import json
 import re
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -19,22 +20,20 @@ from runtime.backends.load_metrics import load_of
 from runtime.backends.openai_http import OpenAiHttpBackend
 from runtime.backends.sent_text import SentText
 from runtime.calls import Refusal
-from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.telemetry import Telemetry
 from runtime.torch_tp.requests import SamplingSettings
+from tests.conftest import GUARD_S, SLOWER
 from tests.runtime.backends.backend_kinds import WithServer
 from tests.runtime.backends.test_backends import apart, ask, shown
-from tests.runtime.scheduling.service_parts import cluster, collect, with_service
-
-QUICK = DispatchSettings(first_token_floor_s=1.0, silence_slack_s=0.4, hold_max_s=1.0)
+from tests.runtime.scheduling.service_parts import PATIENT, cluster, collect, with_service
 
 
 async def alone(backend, asked, begun=Begun()):  # noqa: B008
     return apart([piece async for piece in backend.submit(asked, begun)])
 
 
-def with_backends(count: int, body, settings=QUICK) -> None:
+def with_backends(count: int, body, settings=PATIENT) -> None:
     backends = [WithServer(i, 1.0) for i in range(count)]
     asyncio.run(with_service(Dispatcher(backends, Telemetry(cluster(count)), settings, seed=3), body))
 
@@ -69,7 +68,7 @@ def test_the_five_stream_faults_are_saved(shared, number):
         assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
         assert pieces[-1].output_tokens == 60
 
-    with_backends(2, body)
+    with_backends(2, body, replace(PATIENT, silence_slack_s=2.0 if kind == "hang" else 60.0))
 
 
 def test_what_cannot_go_on_exactly_ends_in_an_error():
@@ -320,10 +319,10 @@ def test_a_wave_of_503_is_over_when_it_is_over():
             except Refusal as refusal:
                 assert refusal.status in (429, 503) and refusal.retry_after_s > 0
                 await asyncio.sleep(0.05)
-        assert time.monotonic() - began_s < 2.0
+        assert time.monotonic() - began_s < 2.0 * SLOWER
         assert {breaker.state for breaker in service.panel.breakers} == {State.CLOSED}
 
-    with_backends(3, body)
+    with_backends(3, body, replace(PATIENT, hold_max_s=1.0))
 
 
 def test_a_server_that_goes_away_and_comes_back():
@@ -333,24 +332,25 @@ def test_a_server_that_goes_away_and_comes_back():
         for pieces in await asyncio.gather(*(collect(service, ask()) for _ in range(20))):
             assert pieces[-1].output_tokens == 24
         await gone.server.start()
-        end_s = time.monotonic() + 8.0
+        end_s = time.monotonic() + GUARD_S
         before = len(gone.server.requests)
         while len(gone.server.requests) == before:
             assert time.monotonic() < end_s
             await asyncio.gather(*(collect(service, ask(max_tokens=2)) for _ in range(4)))
             await asyncio.sleep(0.1)
 
-    with_backends(2, body, DispatchSettings(restart_s=0.1))
+    with_backends(2, body)
 
 
 def test_one_ten_times_slower_gets_few_without_any_metrics():
-    """One of four is ten times slower and no page tells load: it gets at most 6 % of 400 requests of 16 callers."""
+    """One of four is ten times slower, at least (on full cores the others are slow too), and no page tells load: it gets at most 6 % of 400
+    requests of 16 callers."""
 
     async def body(service):
         for backend in service.backends:
             backend.server.has_metrics = False
-            backend.server.gap_s = 0.002
-        service.backends[2].server.gap_s = 0.02
+            backend.server.gap_s = 0.01
+        service.backends[2].server.gap_s = 0.3
         left = [400]
 
         async def caller():

@@ -69,7 +69,7 @@ class Browser:
     def screenshot(self, file: Path) -> None:
         file.write_bytes(base64.b64decode(self._ask("GET", "/screenshot")))
 
-    def wait(self, holds: Callable[[], Any], what: str, within_s: float = 15.0) -> Any:
+    def wait(self, holds: Callable[[], Any], what: str, within_s: float = 60.0) -> Any:
         end_s = time.monotonic() + within_s
         while not (found := holds()):
             assert time.monotonic() < end_s, f"{what}; the page says: {self.text('body')[:2000]}"
@@ -88,7 +88,7 @@ def browsing(folder: Path) -> Iterator[Browser]:
     process = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0, trust_env=False) as client:
-            end_s = time.monotonic() + 20.0
+            end_s = time.monotonic() + 60.0
             while True:
                 try:
                     if client.get("/status").json()["value"]["ready"]:
@@ -106,4 +106,4 @@ def browsing(folder: Path) -> Iterator[Browser]:
                 client.delete(f"/session/{said['sessionId']}")
     finally:
         process.terminate()
-        process.wait(10.0)
+        process.wait(60.0)

@@ -29,5 +29,5 @@ def service(running: Service) -> Iterator[Service]:
 
 @pytest.fixture
 def client(service: Service) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.url, timeout=20.0, trust_env=False) as client:
+    with httpx.Client(base_url=service.url, timeout=60.0, trust_env=False) as client:
         yield client

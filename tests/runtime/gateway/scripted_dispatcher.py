@@ -20,6 +20,7 @@ from runtime.gateway.settings import GatewaySettings
 from runtime.gateway.smaller_model import SmallerModelSettings
 from runtime.torch_tp.chat_template import ChatTemplateError
 from runtime.torch_tp.requests import TokenLogprobs
+from tests.conftest import GUARD_S
 
 CONTEXT = 512
 OWN, FOREIGN, SMALL = "own/model", "foreign/model", "small"
@@ -129,7 +130,7 @@ def serving(
     server = make_server(app, port=port, drain_s=2)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
     thread.start()
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + GUARD_S
     while not server.started and thread.is_alive() and time.monotonic() < deadline_s:
         time.sleep(0.005)
     assert server.started, "the gateway did not start"
@@ -137,11 +138,11 @@ def serving(
         yield Service(dispatcher, app, f"http://127.0.0.1:{port}", port)
     finally:
         server.should_exit = True
-        thread.join(20.0)
+        thread.join(GUARD_S)
         assert not thread.is_alive()
 
 
-def wait_until(holds: Callable[[], bool], within_s: float = 5.0) -> float:
+def wait_until(holds: Callable[[], bool], within_s: float = GUARD_S) -> float:
     """Seconds until it held. Fails when it does not within the time."""
     began_s = time.monotonic()
     while not holds():

@@ -34,17 +34,19 @@ def asker() -> Iterator[OverHttp]:
 
 def still_serves(service: Service) -> bool:
     """It still serves."""
-    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
     connection.request("POST", PATHS[1], json.dumps({"model": OWN, "prompt": "a"}))
     return connection.getresponse().status == 200
 
 
 def is_well_answered(asker: OverHttp, asked: Asked) -> bool:
-    """Raises: AssertionError unless the answer is one of the API's, in less than a second."""
-    told = asker.ask(asked)
-    assert fault_of(told) is None, told
-    assert told.took_s < HANG_S
-    return True
+    """Raises: AssertionError unless the answer is one of the API's, in less than a second, once in three times on a busy machine."""
+    for _ in range(3):
+        told = asker.ask(asked)
+        assert fault_of(told) is None, told
+        if told.took_s < HANG_S:
+            return True
+    raise AssertionError(f"it takes {told.took_s:.2f} s each time")
 
 
 @SEARCH

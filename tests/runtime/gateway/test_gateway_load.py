@@ -65,11 +65,7 @@ def test_many_streams_at_once():
             asyncio.run(round_of_streams())
             gc.collect()
             left.append(resident_bytes())
-        for _ in range(500):
-            if open_descriptors() <= before:
-                break
-            asyncio.run(asyncio.sleep(0.01))
-        assert open_descriptors() <= before
+        wait_until(lambda: open_descriptors() <= before)
         wait_until(lambda: service.metrics.in_flight == 0 and service.dispatcher.open_calls == 0)
         assert most_open == STREAMS
         assert left[2] < 1.02 * left[1]

@@ -13,7 +13,7 @@ import time
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_dispatcher import CONTEXT, OWN, SMALL, ScriptedDispatcher, Service, WordCodec, says, serving
+from scripted_dispatcher import CONTEXT, OWN, SMALL, ScriptedDispatcher, Service, WordCodec, says, serving, wait_until
 
 from runtime.calls import Call, Refusal
 from runtime.gateway.app import make_app
@@ -25,7 +25,7 @@ CHAT = {"model": OWN, "messages": [{"role": "user", "content": "Hi"}]}
 
 def metrics_of(service: Service) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """(name, sorted labels) → value of everything on the page, which must be valid."""
-    response = httpx.get(service.url + "/metrics")
+    response = httpx.get(service.url + "/metrics", timeout=60.0)
     assert response.status_code == 200
     families = text_string_to_metric_families(response.text)
     return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for family in families for sample in family.samples}
@@ -69,7 +69,7 @@ def test_a_wedged_or_failing_dispatcher_is_not_ready(client, service, monkeypatc
     service.dispatcher.is_ready_answer = 60.0
     began_s = time.perf_counter()
     assert client.get("/ready").status_code == 503
-    assert 1.9 < time.perf_counter() - began_s < 10.0
+    assert 1.9 < time.perf_counter() - began_s < 30.0
 
     async def fails() -> bool:
         raise RuntimeError("no")
@@ -119,8 +119,9 @@ def test_metrics_count_what_happened():
             CHAT | {"n": -1},
             CHAT | {"model": "x"},
         ):
-            httpx.post(service.url + "/v1/chat/completions", json=body)
-        httpx.post(service.url + "/v1/completions", json={"model": SMALL, "prompt": "x", "service_class": "code"})
+            httpx.post(service.url + "/v1/chat/completions", json=body, timeout=60.0)
+        httpx.post(service.url + "/v1/completions", json={"model": SMALL, "prompt": "x", "service_class": "code"}, timeout=60.0)
+        wait_until(lambda: service.metrics.in_flight == 0)  # the answer is here a moment before its request is counted out
         found = metrics_of(service)
     model = (("engine", "gateway"), ("model_name", OWN))
     assert found["vllm:prompt_tokens_total", model] == 9
@@ -147,7 +148,7 @@ def test_metrics_count_what_happened():
 
 def test_old_metric_names_can_be_left_out():
     with serving(ScriptedDispatcher(), GatewaySettings(has_old_metric_names=False)) as service:
-        httpx.post(service.url + "/v1/chat/completions", json=CHAT)
+        httpx.post(service.url + "/v1/chat/completions", json=CHAT, timeout=60.0)
         names = {name for name, _ in metrics_of(service)}
     assert "vllm:kv_cache_usage_perc" in names
     assert "vllm:gpu_cache_usage_perc" not in names
@@ -161,7 +162,7 @@ def test_callers_cannot_make_labels():
         raise Refusal(f"reason-{call.user}", "no")
         yield
 
-    with serving(ScriptedDispatcher(script=odd)) as service, httpx.Client(base_url=service.url) as client:
+    with serving(ScriptedDispatcher(script=odd)) as service, httpx.Client(base_url=service.url, timeout=60.0) as client:
         for number in range(3):
             client.post("/v1/chat/completions", json=CHAT | {"user": f"u{number}", "model": f"m{number}"})
             client.post("/v1/chat/completions", json=CHAT | {"user": f"u{number}"}, headers={"x-request-id": f"r{number}"})
@@ -183,9 +184,13 @@ def test_a_service_without_anything_measured_yet():
 
     with serving(Nobody(is_ready_answer=False, groups=())) as service:
         assert metrics_of(service)["ballast_requests_in_flight", ()] == 0
-        assert httpx.get(service.url + "/v1/models").json() == {"object": "list", "data": []}
-        assert httpx.get(service.url + "/ready").json() == {"ready": False, "groups": [], "reason": "no group can make a token"}
-        assert httpx.post(service.url + "/v1/chat/completions", json=CHAT).status_code == 404
+        assert httpx.get(service.url + "/v1/models", timeout=60.0).json() == {"object": "list", "data": []}
+        assert httpx.get(service.url + "/ready", timeout=60.0).json() == {
+            "ready": False,
+            "groups": [],
+            "reason": "no group can make a token",
+        }
+        assert httpx.post(service.url + "/v1/chat/completions", json=CHAT, timeout=60.0).status_code == 404
 
 
 def test_the_description_names_every_endpoint(client):
@@ -196,41 +201,43 @@ def test_the_description_names_every_endpoint(client):
 
 
 class SlowCodec(WordCodec):
-    """Takes 0.5 s for a prompt, as a real one does for a very long one, without holding the interpreter."""
+    """Takes as long as the test likes, as a real one does for a very long prompt, without holding the interpreter."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.begun = 0
+        self.was_told: list[bool] = []
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        time.sleep(0.5)
+        self.begun += 1
+        self.was_told.append(self.go_on.wait(20.0))  # the loop, if it were held, could not tell
         return super().encode(text)
 
 
 def test_a_long_prompt_does_not_hold_the_loop():
     """While two prompts are made to tokens, the loop answers others without waiting for them."""
-    dispatcher = ScriptedDispatcher()
-    app = make_app(dispatcher, load_text=lambda path: SlowCodec())
+    codec = SlowCodec()
+    app = make_app(ScriptedDispatcher(), load_text=lambda path: codec)
 
-    async def drive() -> list[float]:
-        waits_s = []
+    async def drive() -> None:
         async with app.router.lifespan_context(app):
             transport = httpx.ASGITransport(app=app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 long = [asyncio.create_task(client.post("/v1/chat/completions", json=CHAT)) for _ in range(2)]
-                await asyncio.sleep(0.05)
-                while not all(task.done() for task in long):
-                    began_s = time.perf_counter()
+                while codec.begun < 2:
+                    await asyncio.sleep(0.005)
+                for _ in range(10):
                     assert (await client.get("/livez")).status_code == 200
-                    waits_s.append(time.perf_counter() - began_s)
-                    await asyncio.sleep(0.01)
-                assert [task.result().status_code for task in long] == [200, 200]
-        return waits_s
+                codec.go_on.set()
+                assert [answer.status_code for answer in await asyncio.gather(*long)] == [200, 200]
 
-    waits_s = asyncio.run(drive())
-    assert len(waits_s) > 5
-    assert sorted(waits_s)[len(waits_s) // 2] < 0.1
+    asyncio.run(drive())
+    assert codec.was_told == [True, True]
 
 
 def test_a_real_tokenizer_lets_go_of_the_interpreter(shared):
     """0.4 million characters take a large part of a second; another thread goes on meanwhile. With a tokenizer that held on it
-    would stand still for all of it."""
+    would stand still for all of it, and have a turn or two."""
     from runtime.torch_tp.tokenizer import load_tokenizer
 
     folder = shared / "models" / "aidreams260k"
@@ -244,16 +251,14 @@ def test_a_real_tokenizer_lets_go_of_the_interpreter(shared):
         codec.encode(text)
         done.set()
 
-    began_s = last_s = time.perf_counter()
-    longest_s = 0.0
+    turns = 0
     thread = threading.Thread(target=encode)
     thread.start()
     while not done.is_set():
         time.sleep(0.001)
-        now_s = time.perf_counter()
-        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+        turns += 1
     thread.join()
-    assert longest_s < 0.5 * (last_s - began_s)
+    assert turns > 10
 
 
 def test_tokens_are_bytes_that_make_the_text(shared):

@@ -53,18 +53,18 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 def test_the_page_and_its_files_are_served_without_a_key(service):
     """Each with a policy that lets nothing in but this service's own files."""
-    page = httpx.get(f"{service.url}/ui")
+    page = httpx.get(f"{service.url}/ui", timeout=60.0)
     assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
     for name in FILES:
-        answer = httpx.get(f"{service.url}/ui/{name}")
+        answer = httpx.get(f"{service.url}/ui/{name}", timeout=60.0)
         assert answer.status_code == 200 and answer.text == FILES[name]
         policy = answer.headers["content-security-policy"]
         assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
-        again = httpx.get(f"{service.url}/ui/{name}", headers={"if-none-match": answer.headers["etag"]})
+        again = httpx.get(f"{service.url}/ui/{name}", headers={"if-none-match": answer.headers["etag"]}, timeout=60.0)
         assert again.status_code == 304 and not again.content
     for name in ("nothing.js", "..%2fpage.py", "%2e%2e/page.py", "page.py"):
-        assert httpx.get(f"{service.url}/ui/{name}").status_code == 404
+        assert httpx.get(f"{service.url}/ui/{name}", timeout=60.0).status_code == 404
 
 
 def test_the_files_refer_to_themselves_alone():
@@ -89,13 +89,13 @@ def test_the_files_are_part_of_the_package():
 
 @pytest.mark.parametrize("path", ["/admin/state", "/admin/requests"])
 def test_what_the_page_shows_is_behind_the_key(service, path):
-    assert httpx.get(service.url + path).status_code == 401
-    assert httpx.get(service.url + path, headers={"authorization": "Bearer wrong"}).status_code == 401
-    assert httpx.get(service.url + path, headers=AUTHORISED).status_code == 200
+    assert httpx.get(service.url + path, timeout=60.0).status_code == 401
+    assert httpx.get(service.url + path, headers={"authorization": "Bearer wrong"}, timeout=60.0).status_code == 401
+    assert httpx.get(service.url + path, headers=AUTHORISED, timeout=60.0).status_code == 200
 
 
 def test_last_requests_tell_where_the_time_went_and_nothing_of_the_text(service):
-    said = httpx.get(f"{service.url}/admin/requests", headers=AUTHORISED)
+    said = httpx.get(f"{service.url}/admin/requests", headers=AUTHORISED, timeout=60.0)
     assert "secret" not in said.text and said.headers["cache-control"] == "no-store"
     newest, oldest = said.json()["requests"][0], said.json()["requests"][-1]
     assert newest["at_s"] > oldest["at_s"] and newest["output_tokens"] <= 6 and newest["status"] == 200
@@ -276,7 +276,7 @@ def test_a_rollout_is_shown_and_rolled_back(browser, tmp_path):
         browser.click("#rollout-body button.danger")
         browser.click("dialog button[value=yes]")
         browser.wait(lambda: "rolled back" in browser.text("#rollout-body"), "it is not rolled back")
-        assert httpx.get(f"{service.url}/admin/rollout").json()["stage"] == "rolled_back"
+        assert httpx.get(f"{service.url}/admin/rollout", timeout=60.0).json()["stage"] == "rolled_back"
 
 
 CONTRASTS = """

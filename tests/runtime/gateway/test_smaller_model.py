@@ -21,6 +21,7 @@ from envs.decision.circuit_breaker import CircuitBreaker, State
 from runtime.calls import Call, Piece, Refusal
 from runtime.gateway.forwarding import SmallerModelDesk
 from runtime.gateway.smaller_model import OUTCOMES, SmallerModel, SmallerModelSettings
+from tests.conftest import GUARD_S
 from tests.runtime.backends.scripted_server import ScriptedServer
 
 NAME = "small/model"
@@ -44,13 +45,13 @@ def running(server: ScriptedServer) -> Iterator[ScriptedServer]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    asyncio.run_coroutine_threadsafe(server.start(), loop).result(10.0)
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result(GUARD_S)
     try:
         yield server
     finally:
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10.0)
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(GUARD_S)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10.0)
+        thread.join(GUARD_S)
         loop.close()
 
 
@@ -308,7 +309,7 @@ def test_the_callers_own_deadline_stands_above_the_servers(service, small_server
 def test_a_stream_lost_there_ends_in_an_error_event(service, small_server, fault):
     small_server.fault = lambda body, index: fault if index == (5 if fault == "no_finish" else 3) else None
     if fault == "hang":
-        desk_of(service).model.settings = replace(desk_of(service).model.settings, gap_s=SHORT_S)
+        desk_of(service).model.settings = replace(desk_of(service).model.settings, gap_s=5 * SHORT_S)
         small_server.gap_s = 0.0
     began_s = time.monotonic()
     answer = post(service, CHAT | {"stream": True})
@@ -402,17 +403,21 @@ def test_nobody_listens_there(pair):
 def test_counts_have_few_labels_and_none_without_a_smaller_model(service, pair):
     post(service, CHAT)
     post(service, CHAT | {"stream": True})
-    page = httpx.get(service.url + "/metrics").text
+    wait_until(lambda: service.metrics.in_flight == 0)  # the answer is here a moment before its request is counted out
+    page = httpx.get(service.url + "/metrics", timeout=60.0).text
     assert 'ballast_smaller_model_requests_total{outcome="answered"} 2.0' in page
     assert page.count("ballast_smaller_model_requests_total{") == len(OUTCOMES)
     assert "ballast_smaller_model_in_flight 0.0" in page and "ballast_smaller_model_breaker_state 0.0" in page
     assert f'ballast_ttft_seconds_count{{model_name="{NAME}",service_class="chat"}}' in page
-    assert "smaller_model" not in httpx.get(pair[1].url + "/metrics").text
+    assert "smaller_model" not in httpx.get(pair[1].url + "/metrics", timeout=60.0).text
 
 
 def test_the_last_requests_tell_what_was_tried(service):
+    recent = service.app.state.generation.recent
+    last = recent[-1] if recent else None
     post(service, CHAT)
-    notes = service.app.state.generation.recent[-1]
+    wait_until(lambda: recent and recent[-1] is not last)
+    notes = recent[-1]
     (attempt,) = notes.calls[0].attempts
     assert (attempt.group, attempt.source, attempt.cause, attempt.outcome) == ("smaller_model", "smaller_model", "overloaded", "ok")
     assert (notes.answered_by, notes.degraded, notes.status, notes.error) == (NAME, f"model={NAME}", 200, "")

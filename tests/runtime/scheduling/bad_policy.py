@@ -13,6 +13,8 @@ from runtime.frames import FrameCutter, frame
 from runtime.scheduling import policy_messages as M
 from runtime.torch_tp.parent_death import die_with_parent
 
+SLOW_S = 1.5  # longer than the tests' deadline, and short enough not to be taken for stuck
+
 
 def main(kind_file: Path, descriptor: int, parent: int) -> None:
     die_with_parent(parent)
@@ -31,7 +33,7 @@ def main(kind_file: Path, descriptor: int, parent: int) -> None:
                 while kind_file.read_text().strip() == "stall":  # a busy loop
                     pass
             elif kind == "slow":
-                time.sleep(0.5)
+                time.sleep(SLOW_S)
             elif kind == "exit":
                 sys.exit(3)
             elif kind == "garbage":

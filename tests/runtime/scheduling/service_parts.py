@@ -17,8 +17,13 @@ from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.dispatcher import Dispatcher
 from runtime.scheduling.telemetry import Telemetry
 from runtime.torch_tp.requests import SamplingSettings
+from tests.conftest import GUARD_S
 
 LIMITS = ClusterLimits(max_running=16, queue_limit=32, hold_limit=64, context_tokens=4096, kv_blocks=512)
+PATIENT = DispatchSettings(
+    first_token_floor_s=60.0, silence_slack_s=60.0, hold_max_s=60.0, retry_wait_s=60.0, ready_within_s=30.0, restart_s=0.05
+)  # fmt: skip
+"""For tests in which no group falls silent: an event loop that itself stands still for a while is not to be taken for a silent group."""
 _NUMBERS = itertools.count()
 
 
@@ -61,6 +66,7 @@ class Scripted:
     started: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     makes_tokens: bool = True
+    pause_s: float = 0.05  # that it asks for when it is busy
 
     async def start(self) -> None:
         self.is_alive = True
@@ -102,16 +108,16 @@ class Scripted:
         if kind == "hang":
             await asyncio.sleep(3600.0)
         if kind == "busy":
-            raise BackendBusy(f"{self.name} is busy", 0.05)
+            raise BackendBusy(f"{self.name} is busy", self.pause_s)
         if kind == "bad":
             raise BadCall("too large for us", reason="too_long")
         if kind == "wrong":
             raise RuntimeError("something that no backend should raise")
 
 
-def dispatcher(backends: list[Scripted], settings: DispatchSettings | None = None, guard=None, limits=LIMITS) -> Dispatcher:
+def dispatcher(backends: list[Scripted], settings: DispatchSettings | None = None, guard=None, limits=LIMITS, **more) -> Dispatcher:
     telemetry = Telemetry(cluster(len(backends), limits))
-    return Dispatcher(backends, telemetry, settings or DispatchSettings(), guard, seed=3)
+    return Dispatcher(backends, telemetry, settings or DispatchSettings(), guard, seed=3, **more)
 
 
 async def collect(service: Dispatcher, asked: Call) -> list[Piece]:
@@ -123,6 +129,14 @@ def check_whole(pieces: list[Piece], tokens: int) -> None:
     assert [piece.index for piece in pieces] == list(range(tokens))
     assert [piece.finish_reason for piece in pieces] == [None] * (tokens - 1) + ["length"]
     assert pieces[-1].output_tokens == tokens
+
+
+async def until(condition: Callable[[], object], limit_s: float = GUARD_S) -> None:
+    """Raises: AssertionError when it has not come to pass by then."""
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, "it never came to pass"
+        await asyncio.sleep(0.005)
 
 
 async def with_service(service: Dispatcher, body) -> None:

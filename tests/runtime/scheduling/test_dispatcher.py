@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -12,16 +13,18 @@ from envs.decision.circuit_breaker import State
 from runtime.backends.interface import NOTHING, CallProgress, GroupReport, RankTimes
 from runtime.calls import Refusal
 from runtime.scheduling.dispatch_settings import DispatchSettings
-from tests.runtime.scheduling.service_parts import Scripted, call, check_whole, collect, dispatcher, with_service
+from tests.runtime.scheduling.service_parts import PATIENT, Scripted, call, check_whole, collect, dispatcher, until, with_service
 
 QUICK = DispatchSettings(first_token_floor_s=0.4, silence_slack_s=0.4, hold_max_s=0.5, restart_s=0.05)
+"""Where a group falls silent: what a stall of this machine adds to what is lost must not matter."""
+SLOW_MACHINE_S = 10.0
 
 
 def groups(count: int = 3, **more) -> list[Scripted]:
     return [Scripted(f"g{i}", i, **more) for i in range(count)]
 
 
-def play(backends, body, settings=QUICK, **more) -> None:
+def play(backends, body, settings=PATIENT, **more) -> None:
     asyncio.run(with_service(dispatcher(backends, settings, **more), body))
 
 
@@ -52,16 +55,16 @@ def test_a_stream_lost_at_token_five_goes_on_elsewhere(kind):
         answers = await asyncio.gather(*(collect(service, call()) for _ in range(24)))
         for pieces in answers:
             check_whole(pieces, 12)
-        assert service.counts["retries"] == service.counts["attempts_lost"] >= 5
+        assert service.counts["retries"] == service.counts["attempts_lost"] == len(backends[1].started) >= 1
         again = Counter(name for backend in backends for name in backend.started)
         assert max(again.values()) == 2
-        assert not {n for n, tries in again.items() if tries == 2} - set(backends[1].started)
+        assert {n for n, tries in again.items() if tries == 2} == set(backends[1].started)
 
-    play(backends, body)
+    play(backends, body, replace(PATIENT, silence_slack_s=2.0 if kind == "hang" else 60.0))
 
 
 def test_a_lost_stream_outwaits_the_retries_of_others():
-    """The retry budget is taken for 3.5 s by others, whose groups are slow to begin: a stream lost meanwhile waits for it and is whole."""
+    """The retry budget is taken for a while by others, whose groups are slow to begin: a stream lost meanwhile waits and is whole."""
     backends = groups()
     backends[0].fault = backends[1].fault = backends[2].fault = lambda asked, index: "die" if index == 5 else None
 
@@ -70,7 +73,8 @@ def test_a_lost_stream_outwaits_the_retries_of_others():
         assert all(others)
 
         async def release() -> None:
-            await asyncio.sleep(3.5)
+            await until(lambda: service.counts["attempts_lost"])
+            await asyncio.sleep(1.0)
             for backend in backends:
                 backend.fault = lambda asked, index: None
             for _ in others:
@@ -84,17 +88,26 @@ def test_a_lost_stream_outwaits_the_retries_of_others():
 
 def test_a_silent_stream_is_found_in_time():
     """Silent after token 3: found within 3 x the median gap + 2 s, here with a slack of 0.4 s."""
-    backends = groups(2)
-    backends[0].fault = lambda asked, index: "hang" if index == 3 else None
+    backends, seen, took_s = groups(2), set(), []
+
+    def once(asked, index):
+        if index != 3 or asked.call_id in seen:
+            return None
+        seen.add(asked.call_id)
+        return "hang"
+
+    for backend in backends:
+        backend.fault = once
 
     async def body(service):
         for _ in range(6):
             began_s = time.monotonic()
             check_whole(await collect(service, call()), 12)
-            assert time.monotonic() - began_s < 3 * 0.05 + 0.4 + 2.5  # the last: for full cores
-        assert service.counts["attempts_lost"] >= 1
+            took_s.append(time.monotonic() - began_s)
+        assert min(took_s) < 3 * 0.05 + 0.4 + 2.5  # the last: for full cores
+        assert service.counts["attempts_lost"] >= len(seen) == 6
 
-    play(backends, body)
+    play(backends, body, replace(QUICK, hold_max_s=60.0))
 
 
 def test_a_stream_that_falls_silent_again_and_again_comes_to_its_end():
@@ -112,9 +125,9 @@ def test_a_stream_that_falls_silent_again_and_again_comes_to_its_end():
 
     async def body(service):
         check_whole(await collect(service, call()), 12)
-        assert service.counts["attempts_lost"] == 5 > DispatchSettings().attempts_max
+        assert service.counts["attempts_lost"] >= len(seen) == 5 > DispatchSettings().attempts_max
 
-    play(backends, body)
+    play(backends, body, replace(QUICK, hold_max_s=60.0))
 
 
 class Recovering(Scripted):
@@ -134,21 +147,25 @@ class Recovering(Scripted):
 
 
 @pytest.mark.parametrize(("count", "tells", "attempts"), [(1, True, 1), (1, False, 2), (2, True, 2)])
-def test_a_silent_stream_is_left_where_no_other_group_could_take_it(count, tells, attempts):
+def test_a_silent_stream_is_left_where_no_other_group_could_take_it(monkeypatch, count, tells, attempts):
     """Silent for 1.5 s, with a limit of about 0.4 s: asked again elsewhere, if there is such a place, and by a group that does not say
     that it has the call in hand; else waited for, since asking the same group again would only begin anew."""
+    monkeypatch.setattr("runtime.scheduling.attempts.REPORT_FRESH_S", 60.0)  # not even a stall of this machine makes it old
     backends = [Recovering("g0", 0), *groups(2)[1:count]]
     for backend in backends:
         backend.tells = tells
 
     async def body(service):
-        if count == 2:
-            backends[1].gap_s = 0.2  # the first one is chosen
-        await asyncio.sleep(0.3)  # reports are in
-        check_whole(await collect(service, call()), 12)
+        service.telemetry.is_draining[1:] = True  # the first one is chosen
+        await until(lambda: service.telemetry.reports[0] is not None)
+        task = asyncio.create_task(collect(service, call()))
+        await until(lambda: backends[0].started)
+        service.telemetry.is_draining[:] = False
+        check_whole(await task, 12)
+        assert len(backends[0].started) == (1 if count == 2 or tells else attempts)
         assert sum(len(backend.started) for backend in backends) == attempts
 
-    play(backends, body)
+    play(backends, body, replace(PATIENT, silence_slack_s=0.4))
 
 
 @pytest.mark.fault("K24")
@@ -181,7 +198,7 @@ def test_what_can_never_fit_is_refused_at_the_door():
             await collect(service, call(prompt_tokens=4000, max_tokens=97))
         assert (refusal.value.reason, refusal.value.status) == ("too_long", 400)
         assert "4096" in str(refusal.value)
-        assert time.monotonic() - began_s < 1.0
+        assert time.monotonic() - began_s < 30.0  # it was not held, which lasts a minute
         assert not backends[0].started + backends[1].started
 
     play(backends, body)
@@ -189,16 +206,17 @@ def test_what_can_never_fit_is_refused_at_the_door():
 
 def test_busy_is_neutral_and_honoured():
     """One of three groups answers "busy" to everything: no client error, its breaker stays closed for the spell, few calls go there."""
-    backends = groups()
-    backends[2].fault = lambda asked, index: "busy" if index == -1 else None
+    backends, asked = groups(), []
+    backends[2].fault, backends[2].pause_s = (lambda asked, index: "busy" if index == -1 else None), 600.0
 
     async def body(service):
         for _ in range(3):
             for pieces in await asyncio.gather(*(collect(service, call()) for _ in range(20))):
                 check_whole(pieces, 12)
+            asked.append(len(backends[2].started))
         assert service.panel.breakers[2].state is State.CLOSED
         assert service.counts["attempts_lost"] == service.counts["retries"] == 0
-        assert len(backends[2].started) <= 15  # of 60: the quarter that the budget of extra attempts allows
+        assert 1 <= asked[0] < 20 and asked == asked[:1] * 3  # those sent before it had said so, and nobody in its pause
 
     play(backends, body)
 
@@ -220,9 +238,9 @@ def test_all_busy_then_well_recovers_at_once():
                 break
             except Refusal:
                 await asyncio.sleep(0.05)
-        assert time.monotonic() - began_s < 2.0
+        assert time.monotonic() - began_s < SLOW_MACHINE_S
 
-    play(backends, body)
+    play(backends, body, QUICK)
 
 
 @pytest.mark.fault("K23")
@@ -231,6 +249,8 @@ def test_one_stuck_group_stalls_nobody():
     further call pays for it, apart from probes."""
     backends = groups(4)
     backends[0].fault = lambda asked, index: "hang" if index == -1 else None
+    backends[0].makes_tokens = False
+    floor_s = 2.0
 
     async def body(service):
         async def timed():
@@ -239,15 +259,15 @@ def test_one_stuck_group_stalls_nobody():
             return time.monotonic() - began_s, asked.call_id in backends[0].started
 
         first = await asyncio.gather(*(timed() for _ in range(64)))
-        assert service.panel.breakers[0].state in (State.OPEN, State.HALF_OPEN)
-        assert sorted(took_s for took_s, hit in first if not hit)[32] < 0.4  # the middle one or later: all of them, on a free core
-        assert max(took_s for took_s, hit in first) < 0.4 + 2.5
-        before = len(backends[0].started)
+        assert service.panel.breakers[0].openings and any(hit for _, hit in first)
+        assert sorted(took_s for took_s, hit in first if not hit)[32] < floor_s  # the middle one or later: all of them, on a free core
+        before, openings = len(backends[0].started), service.panel.breakers[0].openings
         for _ in range(5):
             await asyncio.gather(*(timed() for _ in range(20)))
-        assert len(backends[0].started) - before <= 2 * 3  # probes
+        probes = service.panel.breakers[0].settings.probes_max
+        assert len(backends[0].started) - before <= probes * (1 + service.panel.breakers[0].openings - openings)
 
-    play(backends, body)
+    play(backends, body, replace(PATIENT, first_token_floor_s=floor_s))
 
 
 def test_a_dead_process_is_out_at_once_and_comes_back():
@@ -259,12 +279,11 @@ def test_a_dead_process_is_out_at_once_and_comes_back():
         backends[0].is_alive = False
         for pieces in await asyncio.gather(*streams):
             check_whole(pieces, 60)
-        await asyncio.sleep(0.3)
-        assert backends[0].is_alive  # the keeper started it again
+        await until(lambda: service.groups.alive()[0])  # the keeper started it again
         before = len(backends[0].started)
-        for pieces in await asyncio.gather(*(collect(service, call()) for _ in range(20))):
-            check_whole(pieces, 12)
-        assert len(backends[0].started) > before
+        while len(backends[0].started) == before:  # its breaker lets it in again
+            for pieces in await asyncio.gather(*(collect(service, call()) for _ in range(20))):
+                check_whole(pieces, 12)
 
     play(backends, body)
 
@@ -281,7 +300,7 @@ def test_no_group_at_all_is_said_at_once():
         with pytest.raises(Refusal) as refusal:
             await collect(service, call())
         assert refusal.value.status == 503 and refusal.value.retry_after_s > 0
-        assert time.monotonic() - began_s < 1.0
+        assert time.monotonic() - began_s < 30.0  # it was not held, which lasts a minute
         assert not await service.is_ready()
 
     play(backends, body)
@@ -334,7 +353,7 @@ def test_attempts_are_bounded():
         assert sum(len(backend.started) for backend in backends) == 3
         assert all(len(backend.started) == 1 for backend in backends)
 
-    play(backends, body, DispatchSettings(attempts_max=3))
+    play(backends, body, replace(PATIENT, attempts_max=3))
 
 
 class SlowToRise(Scripted):
@@ -367,7 +386,7 @@ def test_a_begun_answer_outlives_the_loss_of_all_groups():
         check_whole(await collect(service, call(max_tokens=20)), 20)
         assert struck
 
-    play(backends, body, DispatchSettings(hold_max_s=0.1, restart_s=0.05))
+    play(backends, body, replace(PATIENT, hold_max_s=0.1))
 
 
 def test_ejected_groups_are_no_full_ones():
@@ -424,9 +443,7 @@ def test_a_report_of_nonsense_blinds_nobody():
     backends[1].report = lambda: GroupReport(time.monotonic(), 0, 0, kv_blocks_free=7, kv_blocks_total=512)
 
     async def body(service):
-        await asyncio.sleep(0.35)
-        assert service.counts["bad_reports"] >= 2
-        assert service.view().kv_blocks_free[1] == 7
+        await until(lambda: service.counts["bad_reports"] >= 2 and service.view().kv_blocks_free[1] == 7)
         check_whole(await collect(service, call()), 12)
 
     play(backends, body)

@@ -15,9 +15,12 @@ from envs.domain.commands import Command, CommandKind
 from runtime.calls import Call
 from runtime.scheduling.prefix_memory import block_keys
 from runtime.torch_tp.communicators.segment_names import segment_folder
+from tests.conftest import GUARD_S, SLOWER
 from tests.runtime.scheduling.moving_service import MovingService, check_exact, text_of
+from tests.runtime.scheduling.service_parts import until
 
 CALLS = 10
+TRIES = 5
 
 
 @pytest.fixture(scope="module", params=["emulated", "torch_tp"])
@@ -40,6 +43,7 @@ def references(service: MovingService) -> list[str]:
 
 async def _under_load(service: MovingService, references: list[str], moves) -> None:
     """Run all calls, `moves()` once all of them have tokens; check every answer."""
+    lost = service.dispatcher.counts["attempts_lost"]
     asked = [service.ask(i) for i in range(CALLS)]
     found: list[list] = [[] for _ in asked]
     tasks = [asyncio.create_task(service.answer(one, pieces)) for one, pieces in zip(asked, found, strict=True)]
@@ -49,7 +53,7 @@ async def _under_load(service: MovingService, references: list[str], moves) -> N
     await asyncio.gather(*tasks)
     for one, pieces, reference in zip(asked, found, references, strict=True):
         check_exact(pieces, one, reference)
-    service.check_at_rest()
+    service.check_at_rest(lost)
 
 
 def test_a_resplit_loses_nothing(service: MovingService, references: list[str]):
@@ -67,9 +71,12 @@ def test_a_resplit_loses_nothing(service: MovingService, references: list[str]):
                 said = service.backends[0].report().plan.query_heads
                 assert said[0] / sum(said) == pytest.approx(shares[0] / 4.0)
             move = await service.order(CommandKind.SET_SPLIT, 0, argument=CORNERS.index("even"))
-            assert move.outcome == "done" and move.paused_s is not None and move.paused_s < 1.0
+            assert move.outcome == "done" and move.paused_s is not None and 0.0 <= move.paused_s < SLOWER * 1.0
             assert service.telemetry.corner(0) == CORNERS.index("even")
-            await asyncio.sleep(0.25)  # reports come in meanwhile, and say the same
+            reports = service.telemetry.reports
+            for _ in range(2):  # two more reports say the same
+                last_s = reports[0].at_s
+                await until(lambda: reports[0].at_s > last_s)  # noqa: B023
             assert service.telemetry.corner(0) == CORNERS.index("even")
             assert service.dispatcher.plans.plans[0].query_heads[0] == service.dispatcher.plans.plans[0].query_heads[1]
 
@@ -95,24 +102,27 @@ def test_a_rank_left_out_and_taken_back(service: MovingService, references: list
 
 def test_running_calls_migrate(service: MovingService, references: list[str]):
     """Every running call of the fuller group moves to the other: moved_calls counts them, nothing counts as a fault or a retry."""
-    flights = service.telemetry.flights
+    flights, is_done = service.telemetry.flights, []
 
     async def body() -> None:
-        retries, moved = service.dispatcher.counts["retries"], service.dispatcher.counts["moved_calls"]
+        retries, moved = service.dispatcher.counts["retries"], 0
 
         async def migrate() -> None:
             source = int(len(flights.running[1]) > len(flights.running[0]))
             leaving = [flight.request.request_id for flight in flights.running[source]]
-            assert leaving
             done = [await service.order(CommandKind.MIGRATE, source, 1 - source, number) for number in leaving]
             gone = [move for move in done if move.outcome == "done"]
-            assert gone and all("ended" in move.error for move in done if move.outcome != "done")
+            assert all("ended" in move.error for move in done if move.outcome != "done")
+            is_done.extend(gone)
             await asyncio.sleep(0)
             assert service.dispatcher.counts["moved_calls"] - moved == len(gone)
             assert all(move.detail.startswith(("KV copied", "computed again")) for move in gone)
 
-        await _under_load(service, references, migrate)
-        assert service.dispatcher.counts["retries"] == retries
+        for _ in range(TRIES):  # where this machine is slow, all of them may have ended first
+            if not is_done:
+                moved = service.dispatcher.counts["moved_calls"]
+                await _under_load(service, references, migrate)
+        assert is_done and service.dispatcher.counts["retries"] == retries
 
     service.run(body())
 
@@ -144,15 +154,24 @@ def test_a_moved_call_takes_its_kv_along_where_that_is_cheaper(service: MovingSe
     moves = service.control.moves
 
     async def body() -> None:
+        for prompt in range(26 if copied else 35, 200, 20):  # that no group has seen
+            if await moved(prompt):
+                return
+        raise AssertionError("the call always ended first")
+
+    async def moved(prompt: int) -> bool:
+        """False: it had ended before, since this machine is slow."""
         _priced_for(service, copied)
-        prompt = 26 if copied else 35  # that no group has seen
-        asked = service.ask(prompt)
+        asked, lost = service.ask(prompt), service.dispatcher.counts["attempts_lost"]
         task, pieces, home, number = await _begun(service, asked)
         prices = moves.migration.prices
         before = prices._copies[home].pause_s, float(prices._again_factor[1 - home])
         counted = service.dispatcher.counts["moved_calls_copied"]
         listed_s = moves.migration.measured_price_s(Command(CommandKind.MIGRATE, home, 1 - home, number))
         move = await service.order(CommandKind.MIGRATE, home, 1 - home, number)
+        if "ended" in move.error:
+            await task
+            return False
         assert (move.outcome, move.error) == ("done", "")
         assert listed_s is not None and 0.0 < listed_s <= move.price_s < 1.5 * listed_s  # it has a few more tokens by now
         assert move.detail.startswith("KV copied" if copied else "computed again: dearer") and " s against " in move.detail
@@ -162,10 +181,11 @@ def test_a_moved_call_takes_its_kv_along_where_that_is_cheaper(service: MovingSe
         check_exact(pieces, asked, text_of(await service.answer(service.ask(prompt))))
         if service.kind == "torch_tp":
             assert pieces[-1].times.hit_tokens == (asked.prompt_tokens if copied else 0)
-        assert move.paused_s is not None and move.paused_s != expected_s and 0 < move.paused_s < 30.0
+        assert move.paused_s is not None and move.paused_s != expected_s and 0 < move.paused_s < GUARD_S
         after = prices._copies[home].pause_s, float(prices._again_factor[1 - home])
         assert (before[0] != after[0], before[1] != after[1]) == (copied, not copied)
-        service.check_at_rest()
+        service.check_at_rest(lost)
+        return True
 
     service.run(body())
 
@@ -199,8 +219,7 @@ def test_an_engine_that_dies_while_kv_is_copied_costs_no_token(service: MovingSe
             await asyncio.sleep(0.02)
 
     source_pid = 0
-    service.run(body(), 60.0)
-    service.dispatcher.counts["attempts_lost"] = 0  # of the call that was inside, for the tests that follow
+    service.run(body())
 
 
 def test_a_drained_group_empties_without_an_error(service: MovingService, references: list[str]):
@@ -211,8 +230,7 @@ def test_a_drained_group_empties_without_an_error(service: MovingService, refere
 
         async def drain() -> None:
             moves.begin_drain(0)
-            while not moves.is_drained(0):
-                await asyncio.sleep(0.01)
+            await until(lambda: moves.is_drained(0))
             assert not telemetry.flights.running[0] and not telemetry.flights.waiting[0]
 
         await _under_load(service, references, drain)
@@ -273,10 +291,6 @@ def test_a_lost_rank_is_seen_and_comes_back(service: MovingService, references: 
     async def body() -> None:
         plans = service.dispatcher.plans
 
-        async def until(condition) -> None:
-            while not condition():
-                await asyncio.sleep(0.005)
-
         async def strike() -> None:
             # once is too little: a rank is back in less time than lies between two reports
             while plans.members(1)[1] or plans.plans[1].query_heads[1]:
@@ -286,7 +300,6 @@ def test_a_lost_rank_is_seen_and_comes_back(service: MovingService, references: 
             await until(lambda: plans.members(1)[1] and plans.plans[1].query_heads[1] > 0)
 
         service.control.moves.begin_drain(0)  # all of them are in group 1 when it is struck
-        await asyncio.sleep(0.3)
         try:
             await _under_load(service, references, strike)
         finally:
@@ -302,13 +315,14 @@ def test_a_rank_lost_while_nothing_runs_gets_its_work_back(service: MovingServic
 
     async def body() -> None:
         for _ in range(2):
+            await until(lambda: (plan := service.backends[1].report().plan) is not None and not plan.is_moving)
             before = service.backends[1].report().plan
             service.backends[1].strike(1, signal.SIGKILL)
             while (now := service.backends[1].report().plan) is None or now.version < before.version + 2 or not now.query_heads[1]:
                 await asyncio.sleep(0.01)
             assert now.members == (0, 1)
 
-    service.run(body(), 60.0)
+    service.run(body())
 
 
 def test_a_conversation_survives_the_drain_and_the_loss_of_its_group(service: MovingService, references: list[str]):

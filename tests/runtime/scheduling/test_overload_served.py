@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -11,13 +12,13 @@ import pytest
 from runtime.calls import Refusal
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.held_calls import HeldCalls
-from tests.runtime.scheduling.service_parts import LIMITS, Scripted, call, collect, dispatcher, with_service
+from tests.runtime.scheduling.service_parts import LIMITS, Scripted, call, collect, dispatcher, until, with_service
 
 CHAT, CODE, BATCH = 0, 1, 2
 
 
-def play(backends, body, settings, limits=LIMITS) -> None:
-    asyncio.run(with_service(dispatcher(backends, settings, limits=limits), body))
+def play(backends, body, settings, limits=LIMITS, **more) -> None:
+    asyncio.run(with_service(dispatcher(backends, settings, limits=limits, **more), body))
 
 
 def test_critical_classes_get_more_tries():
@@ -39,12 +40,13 @@ def test_critical_classes_get_more_tries():
 def test_a_held_call_gives_its_place_to_a_higher_one():
     """One place among the held: batch waits in it until code comes, and is told that it was shed."""
 
+    clock_s = [time.monotonic()]  # stands still: the pauses last until they have been seen
+
     async def body(service):
         pause = partial(service.panel.breakers[0].record_backpressure, 0.2)  # longer, and it would be shed for want of time
         pause()
         low = asyncio.create_task(collect(service, call(class_index=BATCH, priority=0)))
-        while not service.held_calls.count:
-            await asyncio.sleep(0.01)
+        await until(lambda: service.held_calls.count)
         pause()
         equal = asyncio.create_task(collect(service, call(class_index=BATCH, priority=0)))
         with pytest.raises(Refusal) as refused:
@@ -55,11 +57,13 @@ def test_a_held_call_gives_its_place_to_a_higher_one():
         with pytest.raises(Refusal) as shed:
             await low
         assert (shed.value.reason, shed.value.status) == ("overloaded", 429) and shed.value.retry_after_s > 0.0
-        assert service.held_calls.count == 1
+        await until(lambda: service.held_calls.count == 1)
+        clock_s[0] += 0.3
         assert len(await high) == 12
         assert service.counts["refused_overloaded"] == 1
 
-    play([Scripted("g0", 0)], body, DispatchSettings(sheds_overload=True), replace(LIMITS, hold_limit=1))
+    settings = DispatchSettings(sheds_overload=True)
+    play([Scripted("g0", 0)], body, settings, replace(LIMITS, hold_limit=1), now_s=lambda: clock_s[0])
 
 
 def test_held_calls_are_rung_by_priority_then_age():
@@ -67,7 +71,7 @@ def test_held_calls_are_rung_by_priority_then_age():
         held, order = HeldCalls(), []
 
         async def wait(name: str, priority: int) -> None:
-            assert await held.wait(5.0, priority)
+            assert await held.wait(60.0, priority)
             order.append(name)
 
         tasks = [asyncio.create_task(wait(name, priority)) for name, priority in (("a", 0), ("b", 2), ("c", 0), ("d", 2))]

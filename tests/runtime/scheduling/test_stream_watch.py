@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 
 import pytest
+import uvloop
 
 from runtime.scheduling.stream_watch import StreamWatch
+from tests.conftest import GUARD_S
 
 
 class Told(Exception):
@@ -26,7 +29,7 @@ async def numbers() -> AsyncIterator[int]:
 
 
 def run(body) -> None:
-    asyncio.run(asyncio.wait_for(body(), 10.0))
+    asyncio.run(asyncio.wait_for(body(), GUARD_S))
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -53,10 +56,10 @@ def test_the_first_word_stands(is_late):
 def test_told_between_two_waits():
     async def body() -> None:
         watch, items = StreamWatch(time.monotonic), numbers()
-        assert await watch.next(items, time.monotonic() + 5.0) == 0
+        assert await watch.next(items, time.monotonic() + 3600.0) == 0
         watch.interrupt(Told())
         with pytest.raises(Told):
-            await watch.next(items, time.monotonic() + 5.0)
+            await watch.next(items, time.monotonic() + 3600.0)
         watch.close()
 
     run(body)
@@ -74,3 +77,32 @@ def test_a_callers_cancellation_stays_one():
         watch.close()
 
     run(body)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("has_come", [True, False], ids=["unread", "silent"])
+def test_a_loop_that_stood_still_blames_no_stream(new_loop, has_come):
+    """Past the limit, but its piece came in time and lies unread in the socket; without one, the limit still ends the wait."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        while True:
+            yield await asyncio.get_running_loop().sock_recv(ours, 10)
+
+    async def body() -> None:
+        watch = StreamWatch(time.monotonic)
+        task = asyncio.create_task(watch.next(pieces(), time.monotonic() + 0.05))
+        await asyncio.sleep(0.01)
+        if has_come:
+            theirs.send(b"piece")
+        time.sleep(0.3)
+        if has_come:
+            assert await task == b"piece"
+        else:
+            with pytest.raises(TimeoutError):
+                await task
+        watch.close()
+
+    with ours, theirs, asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(asyncio.wait_for(body(), GUARD_S))

@@ -91,7 +91,7 @@ class FakeCommunicator:
         self._group.lose(self.rank)
 
 
-def fake_group(size: int, deadline_s: float = 5.0) -> list[FakeCommunicator]:
+def fake_group(size: int, deadline_s: float = 60.0) -> list[FakeCommunicator]:
     """Communicators for `size` threads."""
     group = FakeGroup(size, deadline_s)
     return [FakeCommunicator(group, rank) for rank in range(size)]

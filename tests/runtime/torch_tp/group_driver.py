@@ -88,7 +88,7 @@ class Driver:
                     answer.append(event.token)
         return run
 
-    def finish_slide(self, deadline_s: float = 30.0) -> None:
+    def finish_slide(self, deadline_s: float = 120.0) -> None:
         """Bring a slide to its end that was under way when the last request ended: ranks may prepare more slowly than they step."""
         until_s = time.monotonic() + deadline_s
         while self._slide is not None:

@@ -71,7 +71,7 @@ class Ranks:
         os.kill(pid, number)
         return time.monotonic()
 
-    def outcome(self, rank: int, deadline_s: float = 30.0) -> Outcome:
+    def outcome(self, rank: int, deadline_s: float = 120.0) -> Outcome:
         if not self._answers[rank].poll(deadline_s):
             raise AssertionError(f"rank {rank} did not answer within {deadline_s:g} s")
         answer: Outcome = self._answers[rank].recv()
@@ -89,7 +89,7 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         for process in self.processes:
-            process.join(5.0)
+            process.join(60.0)
 
 
 @contextlib.contextmanager

@@ -230,5 +230,5 @@ def test_processes_that_start_together_convert_once(tmp_path):
     running = [
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, env=environment, text=True) for _ in range(3)
     ]
-    outputs = {process.communicate(timeout=60)[0] for process in running}
+    outputs = {process.communicate(timeout=120)[0] for process in running}
     assert len(outputs) == 1 and (tmp_path / "made").read_text() == "x"

@@ -16,9 +16,11 @@ from runtime.torch_tp.engine import Engine, EngineSettings, request_for
 from runtime.torch_tp.nursery import Nursery
 from runtime.torch_tp.requests import GenerationRequest, Refused, SamplingSettings
 from runtime.torch_tp.supervisor import GroupError, RankSettings
+from tests.conftest import GUARD_S
 
 PROMPT = "I sense a gentle hum"
 KNOWN = ", a gentle hum of probability unfolding. Contrast edges sharpen, a kaleidoscope of probability."
+TRIES = 5
 SETTINGS = EngineSettings(kv_tokens_max=1024, slots_max=8, wait_deadline_s=60.0)
 
 
@@ -32,7 +34,7 @@ def ask(engine: Engine, name: str, prompt=PROMPT, max_tokens: int = 60, **more) 
     return request_for(engine.tokenizer, name, prompt, max_tokens, **more)
 
 
-def until(condition, deadline_s: float = 30.0) -> None:
+def until(condition, deadline_s: float = GUARD_S) -> None:
     """Wait for something that another process or thread brings about."""
     end_s = time.monotonic() + deadline_s
     while not condition():
@@ -80,9 +82,11 @@ def test_stop_string_ends_the_text_before_it(engine):
 
 
 def test_cancel_ends_the_stream_and_refusals_are_raised(engine):
-    stream = engine.submit(ask(engine, "c", max_tokens=100, ignore_eos=True))
-    next(stream)
-    assert stream.cancel()
+    for number in range(TRIES):  # on a slow machine it may have come to its end first
+        stream = engine.submit(ask(engine, f"c-{number}", max_tokens=100, ignore_eos=True))
+        next(stream)
+        if stream.cancel():
+            break
     assert stream.result(60.0).finish_reason == "cancelled"
     assert not stream.cancel()
     with pytest.raises(Refused, match="exceed 128"):
@@ -138,19 +142,23 @@ def streams_tokens(answer, expected):
 
 def test_a_group_lost_whole_is_started_anew_and_goes_on(engine):
     expected = engine.submit(ask(engine, "calm", ignore_eos=True, max_tokens=100)).result(60.0).tokens
-    stream = engine.submit(ask(engine, "struck", ignore_eos=True, max_tokens=100))
-    first = next(stream)
-    for worker in engine.supervisor.members:
-        engine.signal_rank(worker, signal.SIGKILL)
-    answer = stream.result(60.0)
-    assert (first.token, *answer.tokens) == expected
-    assert answer.finish_reason == "length" and answer.report.recoveries >= 1
-    until(lambda: engine.supervisor.members == (0, 1))
+    for number in range(TRIES):  # on a slow machine it may have come to its end first
+        stream = engine.submit(ask(engine, f"struck-{number}", ignore_eos=True, max_tokens=100))
+        first = next(stream)
+        for worker in engine.supervisor.members:
+            engine.signal_rank(worker, signal.SIGKILL)
+        answer = stream.result(60.0)
+        assert (first.token, *answer.tokens) == expected and answer.finish_reason == "length"
+        assert engine.submit(ask(engine, f"after-{number}", ignore_eos=True, max_tokens=100)).result(60.0).tokens == expected
+        until(lambda: engine.supervisor.members == (0, 1))
+        if answer.report.recoveries:
+            break
+    assert answer.report.recoveries >= 1
 
 
 def test_without_any_rank_left_requests_end_with_an_error(dreams, nursery):
     settings = EngineSettings(kv_tokens_max=512, slots_max=4, revives=False, with_text=False)
-    with Engine.start(dreams, [RankSettings()], settings, nursery=nursery) as engine:
+    with Engine.start(dreams, [RankSettings(slow_factor=20.0)], settings, nursery=nursery) as engine:  # it runs when it is struck
         stream = engine.submit(GenerationRequest("r", (1, 300), 100, ignore_eos=True))
         next(stream)
         engine.signal_rank(0, signal.SIGKILL)
@@ -172,8 +180,8 @@ def test_close_ends_open_streams(dreams, nursery):
     closer = threading.Thread(target=engine.close)
     closer.start()
     for stream in streams:
-        assert stream.result(30.0).finish_reason in ("error", "length")
-    closer.join(30.0)
+        assert stream.result(60.0).finish_reason in ("error", "length")
+    closer.join(60.0)
     assert not closer.is_alive()
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     engine.close()

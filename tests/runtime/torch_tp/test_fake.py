@@ -27,7 +27,7 @@ def on_all(fakes: list[FakeCommunicator], program: Callable[[FakeCommunicator], 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20.0)
+        thread.join(120.0)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runtime.torch_tp.__main__ import main
-from tests.conftest import heed_interrupt
+from tests.conftest import SLOWER, heed_interrupt
 
 PROMPT = "I sense a gentle hum"
 
@@ -94,12 +95,12 @@ def test_nothing_is_left_when_the_command_is_stopped(dreams, number):
     family = descendants(process.pid)
     assert len(family) >= 2
     process.send_signal(number)
-    code = process.wait(30.0)
+    code = process.wait(120.0)
     process.stdout.close()
     assert code in ((-9,) if number == signal.SIGKILL else (130, 0))
-    end_s = time.monotonic() + 5.0
+    end_s = time.monotonic() + 5.0 * SLOWER
     while any(Path(f"/proc/{pid}").exists() for pid in family):
-        assert time.monotonic() < end_s, "processes are left after 5 s"
+        assert time.monotonic() < end_s, "processes are left"
         time.sleep(0.05)
     assert not [entry for entry in os.listdir("/dev/shm") if entry.startswith(f"ballast-{process.pid}-")]
 
@@ -107,7 +108,8 @@ def test_nothing_is_left_when_the_command_is_stopped(dreams, number):
 def descendants(pid: int) -> set[int]:
     """Children, and theirs, of a process."""
     found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        children = {int(child) for child in (task / "children").read_text().split()}
-        found |= children.union(*(descendants(child) for child in children))
+    with contextlib.suppress(OSError):  # it is gone, or a thread of it
+        for task in list(Path(f"/proc/{pid}/task").iterdir()):
+            children = {int(child) for child in (task / "children").read_text().split()}
+            found |= children.union(*(descendants(child) for child in children))
     return found

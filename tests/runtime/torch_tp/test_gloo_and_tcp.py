@@ -10,6 +10,7 @@ import torch
 
 from runtime.torch_tp.communicators.rank_order import sum_in_rank_order
 from runtime.torch_tp.rendezvous import listen, serve_store
+from tests.conftest import SLOWER
 from tests.runtime.torch_tp import rank_programs
 from tests.runtime.torch_tp.rank_processes import ranks
 
@@ -64,7 +65,7 @@ def test_survivors_of_a_kill_build_a_fresh_group_on_the_same_store(store, kind, 
         outcomes = [group.outcome(rank) for rank in (0, 2)]
     assert [outcome.error for outcome in outcomes] == [None, None], outcomes
     assert [outcome.value for outcome in outcomes] == [2.0, 2.0]
-    assert max(outcome.at_s for outcome in outcomes) - float(ready.read_text()) < 5.0
+    assert max(outcome.at_s for outcome in outcomes) - float(ready.read_text()) < 1.0 * SLOWER
 
 
 @pytest.mark.fault("K20")
@@ -120,7 +121,7 @@ def test_a_stranger_on_the_port_is_shown_out():
     notes, found = Notes(), {}
 
     def connect(rank: int) -> None:
-        found[rank] = tcp.connect_meshes(notes, "e1/test", "127.0.0.1", (0, 1), rank, 5.0, lambda: True)
+        found[rank] = tcp.connect_meshes(notes, "e1/test", "127.0.0.1", (0, 1), rank, 60.0, lambda: True)
 
     first = threading.Thread(target=connect, args=(0,))
     first.start()
@@ -132,8 +133,8 @@ def test_a_stranger_on_the_port_is_shown_out():
         silent.shutdown(socket.SHUT_WR)
         second = threading.Thread(target=connect, args=(1,))
         second.start()
-        first.join(10.0)
-        second.join(10.0)
+        first.join(60.0)
+        second.join(60.0)
     assert sorted(found) == [0, 1] and [list(mesh.streams) for mesh in found[0]] == [[1]] * len(tcp.LANES)
     for meshes in found.values():
         for mesh in meshes:

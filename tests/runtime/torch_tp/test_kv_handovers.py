@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -15,11 +16,12 @@ from runtime.torch_tp.engine import Engine, EngineSettings
 from runtime.torch_tp.nursery import Nursery
 from runtime.torch_tp.requests import GenerationRequest, SamplingSettings
 from runtime.torch_tp.supervisor import GroupError, RankSettings
+from tests.conftest import GUARD_S
 
 SETTINGS = EngineSettings(kv_tokens_max=1024, slots_max=8, wait_deadline_s=60.0)
 PROMPT = tuple(3 + (11 * i) % 400 for i in range(40))
 TOKENS = 80
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def ranks(*speeds: float) -> list[RankSettings]:
@@ -43,7 +45,7 @@ def request(name: str, **more) -> GenerationRequest:
 def unbroken(engines) -> dict[float, tuple[int, ...]]:
     """Answers of a run that nothing befalls, by temperature."""
     asked = {heat: request(f"unbroken-{heat}", sampling=SamplingSettings(temperature=heat, seed=5)) for heat in (0.0, 0.8)}
-    return {heat: engines[0].submit(one).result(60.0).tokens for heat, one in asked.items()}
+    return {heat: engines[0].submit(one).result(GUARD_S).tokens for heat, one in asked.items()}
 
 
 def begun(engine: Engine, name: str, tokens: int = 10, heat: float = 0.0):
@@ -58,12 +60,13 @@ def go_on(source: Engine, target: Engine, name: str, stream, got: list[int]):
     moved = source.take_out(name)
     got += [event.token for event in stream if event.token is not None]
     assert moved is not None and list(moved.answer) == got
-    answer = target.submit(moved).result(60.0)
+    answer = target.submit(moved).result(GUARD_S)
     return (*got, *answer.tokens), answer.report
 
 
 def segments() -> list[str]:
-    return sorted(path.name for path in segment_folder().glob("ballast-*-kv"))
+    """Of these engines: others may be at work on this machine."""
+    return sorted(path.name for path in segment_folder().glob(f"ballast-{os.getpid()}-*-kv"))
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 2), (2, 1), (2, 0)])
@@ -104,6 +107,7 @@ def test_a_rank_that_is_lost_meanwhile_costs_a_copy_and_no_more(engines, unbroke
     stream, got = begun(giver, name)
     failed: list[str] = []
     struck = giver if end == "source" else taker
+    rebuilds = struck.measured().rebuilds
 
     def strike() -> None:
         struck.signal_rank(struck.supervisor.members[-1], number)
@@ -120,7 +124,8 @@ def test_a_rank_that_is_lost_meanwhile_costs_a_copy_and_no_more(engines, unbroke
     if end == "source":
         strike()
     copy()
-    assert failed or end == "source"  # a kill may be noticed after the copy; a taker that lost a rank lost its slots
+    # a kill may be noticed after the copy; a taker that lost a rank lost its slots, and may stand again before the copy begins
+    assert failed or end == "source" or struck.measured().rebuilds > rebuilds
     tokens, _ = go_on(giver, taker, name, stream, got)
     assert tokens == unbroken[0.0]
     until_whole(struck)
@@ -129,7 +134,7 @@ def test_a_rank_that_is_lost_meanwhile_costs_a_copy_and_no_more(engines, unbroke
 
 
 def until_whole(engine: Engine) -> None:
-    end_s = time.monotonic() + 30.0
+    end_s = time.monotonic() + GUARD_S
     ranks_all = len(engine.supervisor._group.roster.links)
     while len(engine.supervisor.members) < ranks_all or engine.is_changing_plan:
         assert time.monotonic() < end_s, "the lost rank did not come back"
@@ -153,7 +158,7 @@ def test_a_request_that_ends_meanwhile_leaves_nothing(engines):
 
 
 def wait_idle(engine: Engine) -> None:
-    end_s = time.monotonic() + 10.0
+    end_s = time.monotonic() + GUARD_S
     while engine._kv_handovers.has_work:
         assert time.monotonic() < end_s
         time.sleep(0.01)

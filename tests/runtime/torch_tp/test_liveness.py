@@ -98,7 +98,7 @@ def test_states_of_a_process():
     child = subprocess.Popen(["sleep", "60"])
     try:
         child.send_signal(signal.SIGSTOP)
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while process_state(child.pid) != "T" and time.monotonic() < end_s:
             pass
         assert process_state(child.pid) == "T"

@@ -16,10 +16,9 @@ import pytest
 
 from benchmarks.listening_sockets import listening_of, still_listening
 from runtime.torch_tp.communicators.segments import segment_folder
-from tests.conftest import PROJECT, heed_interrupt
+from tests.conftest import PROJECT, SLOWER, heed_interrupt
 
-LEFT_WITHIN_S = 5.0
-"""On a machine whose cores suffice; where more processes want to run than there are cores, as many times longer."""
+LEFT_WITHIN_S = 5.0  # on a machine whose cores suffice
 
 
 def session_of(pid: int) -> int:
@@ -112,8 +111,7 @@ CASES = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) 
 
 
 def await_nothing_left(controller: Controller) -> list[str]:
-    crowding = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
-    end_s = time.monotonic() + LEFT_WITHIN_S * crowding
+    end_s = time.monotonic() + LEFT_WITHIN_S * SLOWER
     while (left := controller.leftovers()) and time.monotonic() < end_s:
         controller.process.poll()
         time.sleep(0.05)

@@ -26,6 +26,7 @@ from runtime.torch_tp.resplit import SlideState
 from runtime.torch_tp.steps import SliceCommand, StepCommand
 from runtime.torch_tp.supervisor import GroupError, GroupGone, GroupRebuilt, RankSettings, Supervisor
 from runtime.torch_tp.worker_link import WorkerLink
+from tests.conftest import GUARD_S, SLOWER
 from tests.runtime.torch_tp.group_driver import SETTINGS, Driver, Run, generate
 
 SAMPLED = SamplingSettings(temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=7)
@@ -45,7 +46,7 @@ def group(dreams: Path, nursery: Nursery, *speeds: float) -> Supervisor:
     return supervisor
 
 
-def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], deadline_s: float = GUARD_S) -> None:
     """Wait for something that another thread brings about."""
     end_s = time.monotonic() + deadline_s
     while not condition():
@@ -127,7 +128,7 @@ def test_a_rank_lost_while_idle_is_noticed_without_a_step(dreams, nursery, undis
         pid = supervisor.pid_of(0)
         assert pid is not None
         os.kill(pid, number)
-        limit_s = 1.0 if number == signal.SIGKILL else 3.0
+        limit_s = SLOWER * (1.0 if number == signal.SIGKILL else 3.0)
         until(lambda: supervisor.changes[-1].epoch >= 2)
         change = supervisor.changes[-1]
         assert change.members == (1,)
@@ -166,7 +167,8 @@ def test_slides_keep_the_text_and_move_no_weight(dreams, nursery, undisturbed):
 
     def before_step(driver: Driver) -> None:
         drivers[:] = [driver]
-        if wishes and driver.run.steps >= wishes[0][0] and not driver.is_sliding:
+        if wishes and driver.run.steps >= wishes[0][0]:
+            driver.finish_slide()  # on a slow machine it may still be under way
             driver.slide(wishes.pop(0)[1])
 
     with group(dreams, nursery, 1.0, 0.5) as supervisor:
@@ -223,13 +225,14 @@ def test_a_lost_rank_comes_back_and_no_slot_is_filled_again(dreams, nursery, und
         elif driver.run.steps == 8 and seen == ["kill"]:
             seen.append("respawn")
             supervisor.respawn(1)
-            until(lambda: 1 in supervisor.spares, 60.0)
+            until(lambda: 1 in supervisor.spares)
             change = supervisor.join([1])
             assert change.keeps_kv and change.members == (0, 1)
             assert supervisor.plan.layers[0].query_heads == (4, 0)
             driver.slide((1.0, 1.0))
         elif driver.run.steps == 20 and seen == ["kill", "respawn"]:
             seen.append("back")
+            driver.finish_slide()
             assert supervisor.plan.layers[0].query_heads == (2, 2)
 
     with group(dreams, nursery, 1.0, 1.0) as supervisor:
@@ -257,6 +260,8 @@ def test_a_rank_without_work_leaves(dreams, nursery, undisturbed):
             if driver.run.steps == 5:
                 assert supervisor.join([1]).keeps_kv  # knows nothing any more of the slots it had
                 driver.slide((1.0, 3.0))
+            if driver.run.steps in (12, 20):
+                driver.finish_slide()  # on a slow machine it may still be under way
             if driver.run.steps == 12:
                 driver.slide((1.0, 1.0))
 
@@ -285,6 +290,7 @@ def test_real_weights_whose_heads_do_not_divide_survive_a_slide_and_a_kill(smoll
         if driver.run.steps == 3 and not driver.run.slides:
             driver.slide((1.0, 2.0))
         elif driver.run.steps == 8 and len(driver.supervisor.members) == 2:
+            driver.finish_slide()
             strike(0, signal.SIGKILL)(driver)
 
     with group(smollm2, nursery, 1.0, 0.5) as supervisor:
@@ -354,7 +360,7 @@ def test_a_plan_that_could_not_be_prepared_is_not_held_against_a_later_loss(drea
     settings = replace(SETTINGS, buddy_kv=True)
 
     def act(driver: Driver) -> None:
-        failed = driver.supervisor.prepare(PrepareOrder(moves=(0,), to_version=99)).exception(20.0)
+        failed = driver.supervisor.prepare(PrepareOrder(moves=(0,), to_version=99)).exception(GUARD_S)
         assert isinstance(failed, GroupError) and "nothing has changed" in str(failed)
         strike(1, signal.SIGKILL)(driver)
 
@@ -369,11 +375,12 @@ def test_a_plan_that_could_not_be_prepared_is_not_held_against_a_later_loss(drea
 def test_slots_that_grow_while_their_kv_is_copied_move_all_the_same(dreams, nursery, undisturbed, monkeypatch, up_to_date_s):
     """With portions of one token every slot grows in every step; once the copies kept the room of the moment at which they began."""
     monkeypatch.setattr("runtime.torch_tp.resplit.UP_TO_DATE_S", up_to_date_s)
-    plans = [(1.0, 3.0), (3.0, 1.0), (1.0, 3.0), (3.0, 1.0)]
+    plans = [(3, (3.0, 1.0)), (20, (1.0, 3.0)), (40, (3.0, 1.0)), (60, (1.0, 3.0))]
 
     def before_step(driver: Driver) -> None:
-        if plans and driver.run.steps >= 3 and not driver.is_sliding:
-            driver.slide(plans.pop())
+        if plans and driver.run.steps >= plans[0][0]:
+            driver.finish_slide()
+            driver.slide(plans.pop(0)[1])
 
     with group(dreams, nursery, 1.0, 1.0) as supervisor:
         driver = Driver(supervisor, before_step, growth_tokens=1)
@@ -382,7 +389,7 @@ def test_slots_that_grow_while_their_kv_is_copied_move_all_the_same(dreams, nurs
         run = driver.generate(max_tokens=90)
         driver.finish_slide()
         assert [answer[:40] for answer in run.tokens] == undisturbed[0].tokens and not run.rebuilt
-        assert len(run.slides) >= 3 and len(run.moved) >= 4
+        assert len(run.slides) == 4 and len(run.moved) >= 4
 
 
 class LateAnswers(Group):
@@ -414,9 +421,9 @@ def test_late_answers_to_an_order_given_up_are_not_taken_for_those_to_the_next(d
     prepared: list[Prepared] = []
 
     def act(driver: Driver) -> None:
-        assert driver.supervisor.prepare(PrepareOrder(moves=(0,), to_version=99)).exception(20.0) is not None
+        assert driver.supervisor.prepare(PrepareOrder(moves=(0,), to_version=99)).exception(GUARD_S) is not None
         until(lambda: len(LateAnswers.held) == 2)
-        prepared.append(driver.supervisor.prepare(PrepareOrder(driver.supervisor.next_plan((1.0, 2.0, 3.0)))).result(20.0))
+        prepared.append(driver.supervisor.prepare(PrepareOrder(driver.supervisor.next_plan((1.0, 2.0, 3.0)))).result(GUARD_S))
 
     with Supervisor(dreams, [RankSettings()] * 3, SETTINGS, nursery=nursery) as supervisor:
         supervisor.start()
@@ -432,9 +439,11 @@ def test_with_buddies_slots_move_and_are_still_kept(dreams, nursery, undisturbed
     acts = [(3, lambda driver: driver.slide((1.0, 1.0, 2.0))), (8, lambda driver: driver.slide((2.0, 1.0, 1.0)))]
 
     def before_step(driver: Driver) -> None:
-        if acts and driver.run.steps >= acts[0][0] and not driver.is_sliding:
+        if acts and driver.run.steps >= acts[0][0]:
+            driver.finish_slide()
             acts.pop(0)[1](driver)
-        elif not acts and not driver.is_sliding and len(driver.supervisor.members) == 3:
+        elif not acts and driver.run.steps == 16 and len(driver.supervisor.members) == 3:
+            driver.finish_slide()
             strike(1, signal.SIGKILL)(driver)
 
     with Supervisor(dreams, [RankSettings()] * 3, settings, nursery=nursery) as supervisor:
@@ -469,7 +478,8 @@ def test_a_rank_that_fails_in_mid_copy_ends_it_for_all_at_once(dreams, failing_n
     took_s: list[float] = []
 
     def before_step(driver: Driver) -> None:
-        if not driver.is_sliding and driver.run.steps >= 3 and len(driver.run.slides) < 3:
+        if len(driver.run.slides) < 3 and driver.run.steps >= (3, 25, 50)[len(driver.run.slides)]:
+            driver.finish_slide()
             took_s.append(time.monotonic())
             driver.slide(plans[len(driver.run.slides)])
 
@@ -482,5 +492,5 @@ def test_a_rank_that_fails_in_mid_copy_ends_it_for_all_at_once(dreams, failing_n
         assert [answer[:40] for answer in run.tokens] == undisturbed[0].tokens and not run.rebuilt
         assert [slide.state for slide in run.slides] == [SlideState.DONE, SlideState.FAILED, SlideState.DONE]
         assert "MemoryError" in run.slides[1].reason or "could not go on" in run.slides[1].reason
-        assert took_s[2] - took_s[1] < 10.0 and len(run.moved) >= 4
+        assert took_s[2] - took_s[1] < 25.0 and len(run.moved) >= 4
         assert supervisor.members == (0, 1, 2)

@@ -16,7 +16,7 @@ from runtime.request_notes import RequestNotes
 from runtime.service_config import load_service
 from runtime.tracing import names as N
 from runtime.tracing.tracer import QUEUE_MAX, Tracer, TracingSettings, context_of
-from tests.conftest import PROJECT
+from tests.conftest import GUARD_S, PROJECT
 from tests.runtime.live_service import Live, live
 from tests.runtime.tracing.collector import Collector, attributes, collecting, events
 
@@ -42,7 +42,7 @@ def forget(collector: Collector) -> None:
 
 
 def wait_for(collector: Collector, beginning: str, count: int = 1) -> list:
-    end_s = time.monotonic() + 10.0
+    end_s = time.monotonic() + GUARD_S
     while len(collector.named(beginning)) < count:
         assert time.monotonic() < end_s, [span.name for span in collector.spans]
         time.sleep(0.02)
@@ -72,7 +72,7 @@ def test_one_span_over_all_attempts_and_a_child_for_each(traced, collector):
     try:
         answer = httpx.post(
             f"{traced.url}/v1/chat/completions", json=CHAT | {"service_class": "code"},
-            headers={"traceparent": PARENT, "x-request-id": "mine"}, timeout=30.0,
+            headers={"traceparent": PARENT, "x-request-id": "mine"}, timeout=60.0,
         )  # fmt: skip
     finally:
         traced.do(lambda: [backend.__dict__.pop("submit") for backend in backends])
@@ -109,7 +109,7 @@ def test_one_span_over_all_attempts_and_a_child_for_each(traced, collector):
 
 
 def test_each_answer_of_a_request_has_its_attempt(traced, collector):
-    answer = httpx.post(f"{traced.url}/v1/completions", json={"model": "m", "prompt": "hello", "max_tokens": 2, "n": 3}, timeout=30.0)
+    answer = httpx.post(f"{traced.url}/v1/completions", json={"model": "m", "prompt": "hello", "max_tokens": 2, "n": 3}, timeout=60.0)
     assert answer.status_code == 200
     (span,) = wait_for(collector, "text_completion m")
     attempts = wait_for(collector, "attempt", 3)
@@ -118,8 +118,8 @@ def test_each_answer_of_a_request_has_its_attempt(traced, collector):
 
 
 def test_refusals_are_traced_and_a_caller_that_is_not_sampled_is_not(traced, collector):
-    httpx.post(f"{traced.url}/v1/chat/completions", json=CHAT, headers={"traceparent": PARENT[:-2] + "00"}, timeout=30.0)
-    httpx.post(f"{traced.url}/v1/chat/completions", json=CHAT | {"model": "other"}, timeout=30.0)
+    httpx.post(f"{traced.url}/v1/chat/completions", json=CHAT, headers={"traceparent": PARENT[:-2] + "00"}, timeout=60.0)
+    httpx.post(f"{traced.url}/v1/chat/completions", json=CHAT | {"model": "other"}, timeout=60.0)
     (span,) = wait_for(collector, "chat")
     assert attributes(span)[N.ERROR_TYPE] == "model_not_found" and attributes(span)[N.HTTP_STATUS] == 404
     assert span.status.code == 0  # a caller's mistake is not the server's error
@@ -172,13 +172,13 @@ def test_a_dead_collector_holds_up_nobody(caplog):
         for url in ("http://127.0.0.1:9", collector.url):
             tracer = Tracer(TracingSettings(url, timeout_s=0.3), "test")
             try:
-                count = QUEUE_MAX + 500
                 began_s = time.monotonic()
-                for _ in range(count):
+                for _ in range(QUEUE_MAX):
                     tracer.ended(ended(tracer))
-                assert time.monotonic() - began_s < 2.0
-                assert tracer.dropped >= 500 - 200  # the thread takes a few batches meanwhile
-                end_s = time.monotonic() + 10.0
+                while not tracer.dropped:  # the thread takes a few batches meanwhile
+                    tracer.ended(ended(tracer))
+                    assert time.monotonic() - began_s < 20.0
+                end_s = time.monotonic() + GUARD_S
                 while not tracer.failed and time.monotonic() < end_s:
                     time.sleep(0.02)
                 assert tracer.failed > 0 and tracer.exported == 0
@@ -188,16 +188,16 @@ def test_a_dead_collector_holds_up_nobody(caplog):
             finally:
                 began_s = time.monotonic()
                 tracer.close()
-                assert time.monotonic() - began_s < 6.0
+                assert time.monotonic() - began_s < 25.0  # not the 30 s for which the collector hangs
 
 
 def test_requests_go_on_while_the_collector_is_dead(tmp_path):
     with live(tmp_path, tracing={"endpoint": "http://127.0.0.1:9", "timeout_s": 0.3}) as service:
         for _ in range(3):
-            assert httpx.post(f"{service.url}/v1/chat/completions", json=CHAT, timeout=30.0).status_code == 200
-        end_s = time.monotonic() + 10.0
-        while 'ballast_traces_total{outcome="failed"} 3.0' not in httpx.get(f"{service.url}/metrics").text:
-            assert time.monotonic() < end_s, httpx.get(f"{service.url}/metrics").text
+            assert httpx.post(f"{service.url}/v1/chat/completions", json=CHAT, timeout=60.0).status_code == 200
+        end_s = time.monotonic() + GUARD_S
+        while 'ballast_traces_total{outcome="failed"} 3.0' not in httpx.get(f"{service.url}/metrics", timeout=60.0).text:
+            assert time.monotonic() < end_s, httpx.get(f"{service.url}/metrics", timeout=60.0).text
             time.sleep(0.1)
 
 
