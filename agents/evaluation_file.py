@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ __all__ = ["EvaluationFile", "EvaluationFileError", "bundle_digests", "read_eval
 FORMAT_VERSION = 1
 KEY_BYTES_MIN = 16
 FILE_BYTES_MAX = 64 << 20
+ROW_CHARS_MAX = 60
+WRITTEN_BY = "give what `python -m agents.evaluate` wrote"
 
 
 class EvaluationFileError(ValueError):
@@ -60,25 +64,48 @@ def read_evaluation_file(path: Path, key: bytes | None = None) -> EvaluationFile
     """Read and check an evaluation file; with a key it must be signed with that key. Raises EvaluationFileError."""
     try:
         content = json.loads(read_plain_file(path, FILE_BYTES_MAX).decode("utf-8"))
+        _check_shape(path.name, content)
         claimed, signature = content.pop("sha256"), content.pop("hmac_sha256")
-        version = content["format_version"]
-        if version != FORMAT_VERSION:
-            raise EvaluationFileError(f"{path.name}: format_version={version}; this program reads {FORMAT_VERSION}: evaluate again")
-        found = EvaluationFile(content["experiment"], content["results"], tuple(content["comparisons"]), content["bundles"])
-        if not (
-            isinstance(found.results, dict) and isinstance(found.results.get("policies", {}), dict) and isinstance(found.bundles, dict)
-        ):
-            raise TypeError("results, policies and bundles must be objects")
         data = _canonical(content)
     except EvaluationFileError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise EvaluationFileError(f"{path.name}: not an evaluation file ({type(error).__name__}: {error}); run agents.evaluate") from error
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no JSON in UTF-8"
+        raise EvaluationFileError(f"{path.name}: not an evaluation file ({why}); {WRITTEN_BY}") from error
+    found = EvaluationFile(content["experiment"], content["results"], tuple(content["comparisons"]), content["bundles"])
     if hashlib.sha256(data).hexdigest() != claimed:
         raise EvaluationFileError(f"{path.name}: its content differs from its digest; it was changed after it was written")
     if key is not None and not hmac.compare_digest(_sign(data, key), signature if isinstance(signature, str) else ""):
         raise EvaluationFileError(f"{path.name}: {'signed with another key' if signature else 'not signed'}; evaluate with --key-file")
     return found
+
+
+def _check_shape(name: str, content: Any) -> None:
+    """Raises: EvaluationFileError that names the first key that is not as `EvaluationFile.write` has it, with its value."""
+    kinds = (
+        (("sha256",), str), (("hmac_sha256",), str | None), (("format_version",), int), (("experiment",), str), (("bundles",), dict),
+        (("comparisons",), list), (("results",), dict), (("results", "policies"), dict),
+    )  # fmt: skip
+    for keys, kind in kinds:
+        value = content
+        for key in keys:
+            if not isinstance(value, dict) or key not in value:
+                raise EvaluationFileError(f"{name}: not an evaluation file ({'.'.join(keys)} is missing); {WRITTEN_BY}")
+            value = value[key]
+        if not isinstance(value, kind):
+            raise EvaluationFileError(f"{name}: not an evaluation file ({'.'.join(keys)}: {reprlib.repr(value)}); {WRITTEN_BY}")
+    if content["format_version"] != FORMAT_VERSION:
+        raise EvaluationFileError(
+            f"{name}: format_version: {content['format_version']}; this program reads {FORMAT_VERSION}: evaluate again"
+        )
+    for row, worlds in content["results"]["policies"].items():
+        where = f"results.policies.{row[:ROW_CHARS_MAX]}"
+        if not isinstance(worlds, list):
+            raise EvaluationFileError(f"{name}: not an evaluation file ({where}: {reprlib.repr(worlds)}); {WRITTEN_BY}")
+        for i, world in enumerate(worlds):
+            goodput = world.get("goodput") if isinstance(world, dict) else None
+            if type(goodput) not in (int, float) or not abs(goodput) <= sys.float_info.max:
+                raise EvaluationFileError(f"{name}: {where}[{i}].goodput: {reprlib.repr(goodput)} is no finite number; {WRITTEN_BY}")
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

@@ -6,7 +6,6 @@ The gateway makes calls out of requests (n > 1 is n calls), the dispatcher takes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -37,9 +36,9 @@ PRESSURE = frozenset(("queue_full", "class_shed", "overloaded"))
 """Refusals for which there is no other reason than that too much is asked just now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One answer asked for.
+class Call(msgspec.Struct, frozen=True, eq=False):
+    """One answer asked for. A Struct, as whatever is made for every call: a frozen dataclass runs code of its own for each field, which at
+    a few calls a second finds every cache cold.
 
     call_id: unique in this process, begins with the request's id. prompt_ids: empty where the tokenizer is not ours; prompt_tokens: exact
     with ids, else an estimate. max_tokens: of the answer, at least 1. logprobs: None, or how many of the likeliest tokens to report beside
@@ -62,11 +61,11 @@ class Call:
     session: str | None
     user: str | None
     deadline_s: float
-    body: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, Any] = msgspec.field(default_factory=dict)
     ignore_eos: bool = False
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
-    notes: CallNotes = field(default_factory=CallNotes, compare=False, repr=False)
+    notes: CallNotes = msgspec.field(default_factory=CallNotes)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -80,8 +79,7 @@ class Call:
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """One token of an answer, or several that came together, or its end, or both. A Struct, since there are so many: a frozen dataclass
-    takes ten times as long to make.
+    """One token of an answer, or several that came together, or its end, or both.
 
     index: place of its first token in the answer, from 0; of an end without a token, the number of tokens. token: None in an end without
     one, where there are several, or where the backend does not say. text: what may be shown now. parts: the texts of several, one each.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 ATTEMPTS_NOTED_MAX = 16
 """Of one call. A busy fleet may be asked more often: then the last place is used again."""
@@ -30,8 +32,7 @@ class AnswerTimes:
     hit_tokens: int | None = None
 
 
-@dataclass(slots=True, eq=False)
-class AttemptNotes:
+class AttemptNotes(msgspec.Struct, eq=False):
     """One try of a call at a group. source, cause: who chose the group, and why not the policy. asked_s: when the call began to look for a
     group; placed_s: when it had one. expected_s: predicted TTFT and TPOT. outcome: "ok", "fault", "neutral", "busy" or "moved", "" while
     under way. span_id: 0 where nobody traces."""
@@ -52,13 +53,12 @@ class AttemptNotes:
     span_id: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class CallNotes:
+class CallNotes(msgspec.Struct, eq=False):
     """One answer. made: attempts so far, of which the first ones and the last are kept. trace: where it is traced. degraded: what was
     taken from it under pressure, as `x-ballast-degraded` tells it. has_smaller: refused under pressure, it may go to the smaller model.
     when_over: told when its request is over, whatever came after a refusal."""
 
-    attempts: list[AttemptNotes] = field(default_factory=list)
+    attempts: list[AttemptNotes] = msgspec.field(default_factory=list)
     made: int = 0
     trace: TraceIds | None = None
     degraded: str = ""
@@ -95,8 +95,7 @@ class TraceIds:
         return self._draw(64) or 1
 
 
-@dataclass(slots=True, eq=False)
-class RequestNotes:
+class RequestNotes(msgspec.Struct, eq=False):
     """One request, from its head to its answer's last byte. error: reason of a refusal, "" for none; "departed" for a caller that left.
     answered_by: the smaller model that answered it, "" where its own did."""
 
@@ -114,7 +113,7 @@ class RequestNotes:
     finish_reasons: tuple[str, ...] = ()
     prompt_tokens: int = 0
     output_tokens: int = 0
-    calls: list[CallNotes] = field(default_factory=list)
+    calls: list[CallNotes] = msgspec.field(default_factory=list)
     trace: TraceIds | None = None
     answered_by: str = ""
 

@@ -6,8 +6,9 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from envs.domain.requests import CLASS_INDEX, LABEL_ALIASES, SERVICE_CLASSES, class_of_label
 from runtime.calls import Call
@@ -37,8 +38,7 @@ OURS_TO_DO = MEANT_HERE | {"n", "best_of", "stream", "stream_options", "echo", "
 SERVICE_TIERS = ("auto", "default", "flex", "priority", "scale")
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """A request as it came. own_id: ours, which no other has. arrival_s: on the monotonic clock."""
 
     data: bytes
@@ -47,8 +47,7 @@ class Received:
     arrival_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """A request that was understood. calls: prompts in order, the n answers of each in a row: a call's place is its choice's index."""
 
     kind: str

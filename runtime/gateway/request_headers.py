@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from runtime.gateway.errors import invalid
 
@@ -17,8 +18,7 @@ WANTED = frozenset(
 REQUEST_ID_CHARS_MAX = 128
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHeaders:
+class RequestHeaders(msgspec.Struct, frozen=True):
     """Of each wanted header the first value, as it came."""
 
     values: dict[bytes, bytes]

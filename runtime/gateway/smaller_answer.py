@@ -4,7 +4,6 @@ waits have deadlines, and the server's breaker is told how it went."""
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping
 
 import msgspec
@@ -23,7 +22,7 @@ from runtime.backends.event_stream import (
 )
 from runtime.backends.http_client import HttpConnection, HttpLost
 from runtime.gateway.call_making import Asked
-from runtime.gateway.smaller_model import ANSWER_BYTES_MAX, ERROR_BYTES_MAX, SmallerModel, Unanswered, fields_of
+from runtime.gateway.smaller_model import ANSWER_BYTES_MAX, ERROR_BYTES_MAX, SmallerModel, Unanswered, fields_of, named_limit
 
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 DEGRADED_CHARS_MAX = 256
@@ -32,12 +31,9 @@ EVENTS_PER_TOKEN_MAX = 2
 EVENTS_MORE = 64  # a role, usage, signs of life
 
 
-def _most(asked: Asked) -> tuple[float, float]:
-    """Events and characters of all that was asked for; without bound where the caller names none, since that server's own holds."""
-    body = asked.calls[0].body
-    tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-    if not isinstance(tokens, int):
-        return math.inf, math.inf
+def _most(asked: Asked) -> tuple[int, int]:
+    """Events and characters of all that was asked for."""
+    tokens = named_limit(asked) or asked.calls[0].max_tokens
     echoed = sum(len(prompt.as_sent) for prompt in asked.prompts if isinstance(prompt.as_sent, str)) * asked.answers_per_prompt
     count = len(asked.calls)
     return count * (tokens * EVENTS_PER_TOKEN_MAX + EVENTS_MORE), count * (tokens + 1) * TOKEN_CHARS_MAX + echoed

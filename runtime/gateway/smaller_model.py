@@ -74,8 +74,16 @@ class Unanswered(Exception):
         self.outcome = outcome
 
 
+def named_limit(asked: Asked) -> int | None:
+    """Tokens that the caller allows an answer to have at most; None where that is left to us."""
+    body = asked.calls[0].body
+    limit: int | None = body.get("max_completion_tokens") or body.get("max_tokens")
+    return limit
+
+
 def body_for(asked: Asked, data: bytes, model: str) -> bytes | None:
-    """The caller's own body, for `model` at another server; None where it holds token ids, which mean something else to another tokenizer.
+    """The caller's own body, for `model` at another server, with the usual limit where it names none; None where it holds token ids,
+    which mean something else to another tokenizer.
 
     data: the body as it came, which was understood already.
     """
@@ -83,8 +91,10 @@ def body_for(asked: Asked, data: bytes, model: str) -> bytes | None:
     has_ids = asked.kind == "completion" and not all(isinstance(prompt.as_sent, str) for prompt in asked.prompts)
     if has_ids or first.stop_ids or first.body.get("logit_bias"):
         return None
-    fields: dict[str, msgspec.Raw | str] = {name: value for name, value in fields_of(data).items() if name not in LEFT_OUT}
+    fields: dict[str, msgspec.Raw | str | int] = {name: value for name, value in fields_of(data).items() if name not in LEFT_OUT}
     fields["model"] = model
+    if named_limit(asked) is None:
+        fields["max_tokens"] = first.max_tokens
     return msgspec.json.encode(fields)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from envs.scenario.scenario_error import ScenarioError
 from runtime.records.decision_records import RecordError
 from runtime.rollout.description import audit_shown, describe
-from runtime.rollout.evidence import read_key, replay_verdict
+from runtime.rollout.evidence import BadEvaluation, check_readable, read_key, replay_verdict
 from runtime.rollout.recorded import compare_with_records
 from runtime.rollout.state import RolloutError, begun, promoted, rolled_back
 from runtime.rollout.store import RolloutBusy, RolloutStore, audit_faults, configured_digest
@@ -55,7 +55,10 @@ def main(options: argparse.Namespace) -> int:
         config = load_service(options.config, options.cluster, options.serve_bundle)
         if config.rollout.dir is None:
             raise ScenarioError(f"{options.config}: rollout.dir: missing; give a folder for the rollout's state")
-    except (ScenarioError, RecordError) as error:
+        if options.verb == "start":
+            for evaluation in filter(None, (options.evaluation, options.incumbent_evaluation)):
+                check_readable(evaluation)
+    except (ScenarioError, RecordError, BadEvaluation) as error:
         print(f"python -m runtime rollout: {error}", file=sys.stderr)
         return 2
     try:

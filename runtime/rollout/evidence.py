@@ -20,6 +20,10 @@ KEY_BYTES_MAX = 1 << 16
 SEED = 20261130  # of the bootstrap: the same file gives the same verdict
 
 
+class BadEvaluation(RolloutError):
+    """The file is not what `agents.evaluate` wrote; the message names the key and its value."""
+
+
 def read_key(path: str | None) -> bytes | None:
     """Raises: RolloutError."""
     if path is None:
@@ -76,7 +80,12 @@ def _read(path: Path, key: bytes | None) -> EvaluationFile:
     try:
         return read_evaluation_file(path, key)
     except (EvaluationFileError, ValueError) as error:
-        raise RolloutError(str(error)) from error
+        raise BadEvaluation(str(error)) from error
+
+
+def check_readable(evaluation: Path) -> None:
+    """Raises: BadEvaluation. Whom it is of, and whether it is good enough, is the gate's to say."""
+    _read(evaluation, None)
 
 
 def _row_of(found: EvaluationFile, bundle: Path, evaluation: Path) -> str:
@@ -97,7 +106,4 @@ def _goodput(found: EvaluationFile, evaluation: Path, row: str) -> np.ndarray:
         raise RolloutError(
             f"{evaluation.name}: holds no results of {row} (it has {', '.join(sorted(policies))}); evaluate with --heuristic route={row}"
         )
-    try:
-        return np.array([world["goodput"] for world in policies[row]], np.float64)
-    except (TypeError, KeyError, ValueError) as error:
-        raise RolloutError(f"{evaluation.name}: results of {row} cannot be read ({error})") from error
+    return np.array([world["goodput"] for world in policies[row]], np.float64)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from envs.decision import predictor as P
@@ -30,8 +30,7 @@ REPORT_FRESH_S = 1.0
 RUNG_PER_END = 2  # held calls that ask again when an attempt ends; all of them do every report period
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
+class Attempt(msgspec.Struct, eq=False):
     """One try of a call at a group; booked in the telemetry until `over`."""
 
     flight: Flight

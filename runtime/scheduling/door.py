@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+
+import msgspec
 
 from envs.decision.circuit_breaker import BreakerPanel, ClassBreaker, ProbeLease
 from envs.decision.overload import OverloadControl
@@ -75,7 +76,7 @@ class Door:
             return call
         self._counts["degraded"] += 1
         call.notes.degraded = f"max_tokens={most}"
-        return replace(call, max_tokens=most)
+        return msgspec.structs.replace(call, max_tokens=most)
 
     def retry_after_s(self) -> float:
         """Until a breaker's time comes, within bounds."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from envs.domain.requests import Request
@@ -20,8 +20,7 @@ from runtime.backends.interface import CallProgress, GivenBack
 ROWS_FIRST = 256
 
 
-@dataclass(slots=True, eq=False)
-class Flight:
+class Flight(msgspec.Struct, eq=False):
     """One attempt under way. row: in the table. is_admitted: as far as known, it holds KV."""
 
     request: Request

@@ -11,9 +11,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from envs.decision.actions import DecisionPoint, Scheduler, route_point
@@ -32,8 +33,7 @@ POLICY, HEURISTIC, REFUSED = "policy", "heuristic", "refused"
 OVERLOADED = "overloaded"
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(msgspec.Struct, frozen=True):
     """An answered decision. source: "policy", "heuristic" or "refused"; cause: why it was not the policy's, or why it is a refusal.
 
     expected_s: predicted TTFT and TPOT where a group was chosen and estimates were made, with step times `pace` x the declared ones.
@@ -50,8 +50,7 @@ class Decided:
     retry_after_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(msgspec.Struct, frozen=True, eq=False):
     """What is to be decided. fits (groups,): pools that hold the call; excluded: groups that failed it already; `hits` (groups,): prompt
     tokens that each group's prefix cache is thought to hold. priority: of a newcomer, which may be shed; None: it was let in before.
     has_smaller: refused under pressure, it goes to the smaller model; for the record, nothing is decided by it."""
@@ -180,7 +179,7 @@ class OnlineScheduler:
         if retry_after_s is None:
             return None
         decided = self._decided(point, len(point.commands) - 1, REFUSED, OVERLOADED, asked_s, None)
-        return Made(question, point, replace(decided, retry_after_s=retry_after_s))
+        return Made(question, point, msgspec.structs.replace(decided, retry_after_s=retry_after_s))
 
     def heuristic_index(self, point: DecisionPoint) -> int:
         """The heuristic's candidate. Raises: ValueError where it is not allowed."""

@@ -12,10 +12,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from envs.decision.actions import Decision
@@ -41,8 +41,7 @@ RESTART_S, RESTART_MAX_S = 0.5, 30.0
 DEATH_S = 5.0  # a killed process is gone long before
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyAnswer:
+class PolicyAnswer(msgspec.Struct, frozen=True):
     """index: the choice, -1 where there is none. outside: inputs outside the range seen in training. took_s: from asking. scores: float32
     bytes, one per candidate, empty where there are none."""
 

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from envs.decision.circuit_breaker import BreakerSettings, CircuitBreaker, Outcome, ProbeLease, State
@@ -25,8 +25,7 @@ SETTINGS = BreakerSettings(
 """Share rules are off (calls_min): three bad decisions running open it, twenty good ones in shadow close it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyChoice:
+class PolicyChoice(msgspec.Struct, frozen=True, eq=False):
     """index: the candidate, None where the policy does not decide; cause: why not. scores (candidates,): where it made any."""
 
     index: int | None

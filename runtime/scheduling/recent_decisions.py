@@ -7,9 +7,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from agents.heuristics.controlling import AFFECTED, GAIN, PRICE
@@ -27,8 +27,7 @@ ESTIMATES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Seen:
+class _Seen(msgspec.Struct, frozen=True, eq=False):
     """What is kept of a decision: not its view, which holds every call in flight."""
 
     at_s: float

@@ -10,6 +10,7 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from envs.decision.circuit_breaker import State
@@ -77,7 +78,7 @@ def test_what_cannot_go_on_exactly_ends_in_an_error():
         for backend in service.backends:
             backend.server.fault = lambda request, index: "die" if index == 5 else None
             backend.server.gap_s = 0.05  # what is unread when a connection is reset is gone, and with it the reason to refuse
-        asked = replace(ask(), sampling=SamplingSettings(temperature=1.0))
+        asked = msgspec.structs.replace(ask(), sampling=SamplingSettings(temperature=1.0))
         pieces = []
         with pytest.raises(Refusal) as refusal:
             async for piece in service.run(asked):

@@ -169,12 +169,21 @@ def test_the_body_goes_as_it_came_but_for_the_model_and_our_own_fields(service, 
 
 
 @pytest.mark.parametrize("body", [{}, {"echo": True}])
-def test_fields_are_not_added(service, small_server, body):
+def test_no_field_is_added_but_the_usual_limit_where_there_is_none(service, small_server, body):
     asked = {"model": OWN, "prompt": "Hi"} | body
     assert post(service, asked, "/v1/completions").status_code == 200
     (sent,) = small_server.requests
-    assert sent == asked | {"model": NAME, "max_tokens": 16}, "max_tokens: the scripted server's own default"
-    assert b"max_tokens" not in json.dumps(asked).encode()
+    assert sent == asked | {"model": NAME, "max_tokens": 16}, "the API's own default of completions"
+
+
+@pytest.mark.parametrize("named", [{}, {"max_tokens": None}, {"max_completion_tokens": 5}])
+def test_a_chat_without_a_limit_of_its_own_has_the_gateways(service, small_server, named):
+    """As here: 1,024 tokens, or what the model asked for has room for, 512 less the prompt's 3."""
+    body = {"model": OWN, "messages": CHAT["messages"]} | named
+    usual = {"max_tokens": 509} if "max_completion_tokens" not in named else {"max_tokens": 16}  # the scripted server's own
+    assert post(service, body).status_code == 200
+    (sent,) = small_server.requests
+    assert sent == body | {"model": NAME} | usual
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

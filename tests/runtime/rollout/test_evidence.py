@@ -11,7 +11,7 @@ import pytest
 from agents.evaluate import main as evaluate
 from agents.policy_bundle import bundle_digests
 from runtime.rollout.command_line import _lines
-from runtime.rollout.evidence import read_key, replay_verdict
+from runtime.rollout.evidence import BadEvaluation, read_key, replay_verdict
 from runtime.rollout.settings import ReplayGate
 from runtime.rollout.state import RolloutError
 from tests.runtime.rollout.rollout_parts import KEY, bundle, evaluation
@@ -87,6 +87,16 @@ def test_a_file_of_another_shape_is_refused(tmp_path, wrong):
     (tmp_path / "e.json").write_text(json.dumps(content | {"sha256": digest, "hmac_sha256": None}))
     with pytest.raises(RolloutError):
         replay_verdict(GATE, made, tmp_path / "e.json", "net_utility")
+
+
+@pytest.mark.parametrize(
+    "world, shown", [({"goodput": None}, "None"), ({"goodput": "0.9"}, "'0.9'"), ({"goodput": True}, "True"), ({}, "None"), (3, "None")]
+)
+def test_a_goodput_that_is_no_number_is_named_with_its_place(tmp_path, world, shown):
+    path = evaluation(tmp_path / "e.json", bundle(tmp_path / "made"), policies={"net_utility": [{"goodput": 0.5}, world]})
+    with pytest.raises(BadEvaluation) as told:
+        replay_verdict(GATE, tmp_path / "made", path, "net_utility")
+    assert str(told.value).startswith(f"e.json: results.policies.net_utility[1].goodput: {shown} is no finite number; ")
 
 
 def test_a_file_nested_without_end_is_refused(tmp_path):

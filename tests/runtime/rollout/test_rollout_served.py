@@ -78,6 +78,10 @@ def test_from_start_to_rollback(folder):
 
     files = ("--bundle", str(folder / "made"), "--evaluation", str(folder / "evaluation.json"))
     assert "nothing to promote" in rollout("promote", "--force", code=1)
+    (folder / "odd.json").write_text("{}")
+    assert "odd.json: not an evaluation file (sha256 is missing)" in rollout(
+        "start", *files[:2], "--evaluation", str(folder / "odd.json"), code=2
+    )
     assert "stage      shadow" in rollout("start", *files)
     assert "under way" in rollout("start", *files, code=1)
     running = Running("--config", str(folder / "service.yaml"))

@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from runtime.calls import Refusal
@@ -75,7 +76,7 @@ def test_a_foreign_group_keeps_what_cannot_go_on_elsewhere(is_exact):
         backends: list[WithServer] = service.backends
         for backend in backends:
             backend.server.gap_s = 0.01
-        asked = ask(max_tokens=60) if is_exact else replace(ask(max_tokens=60), sampling=SamplingSettings(temperature=1.0))
+        asked = ask(max_tokens=60) if is_exact else msgspec.structs.replace(ask(max_tokens=60), sampling=SamplingSettings(temperature=1.0))
         task = asyncio.create_task(collect(service, asked))
         await until(lambda: any(service.telemetry.flights.running))
         moves.begin_drain(int(bool(service.telemetry.flights.running[1])))

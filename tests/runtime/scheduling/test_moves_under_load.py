@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from envs.decision.split_planner import CORNERS
@@ -333,7 +333,7 @@ def test_a_conversation_survives_the_drain_and_the_loss_of_its_group(service: Mo
     prompt = tuple(3 + i % 200 for i in range(70))
 
     def turn(extra: int) -> Call:
-        return replace(service.ask(0, 8), prompt_ids=prompt + (9,) * extra, prompt_tokens=70 + extra)
+        return msgspec.structs.replace(service.ask(0, 8), prompt_ids=prompt + (9,) * extra, prompt_tokens=70 + extra)
 
     async def body() -> None:
         dispatcher, moves = service.dispatcher, service.control.moves
