@@ -44,6 +44,9 @@ from runtime.scheduling.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
+WENT_WELL_PIECES = 8
+"""An attempt that brought so many before its group was lost is no sign that the call is what groups are lost by."""
+
 
 class Dispatcher:
     """Serves calls by `backends`, one per group of the cluster, in its order. `counts`: what happened, by name."""
@@ -207,7 +210,7 @@ class Dispatcher:
                 if back is None or (attempt := self._placing.go_on_at(back, call, request, begun)) is None:
                     attempt = await self._placing.place(call, request, begun, frozenset(failed), is_new)
                 resumed = resumed if back is None else back.resumed
-                attempts, back, is_new = attempts + 1, None, False
+                attempts, back, is_new, before = attempts + 1, None, False, sent.pieces
                 attempt.flight.continues_at = partial(self._continues_at, call, sent)
                 try:
                     async with aclosing(self.attempts.pieces(call, begun, attempt)) as pieces:
@@ -239,7 +242,8 @@ class Dispatcher:
                 except (BackendFault, Lost) as error:
                     logger.info("attempt lost call=%s group=%s reason=%s", call.call_id, self.backends[attempt.group_index].name, error)
                     self.counts["attempts_lost"] += 1
-                    attempts -= isinstance(error, Silent)  # slow groups spend no tries: its tokens and its deadline bound those
+                    # slow groups, and those lost while it went well, spend no tries: its tokens and its deadline bound them
+                    attempts -= isinstance(error, Silent) or sent.pieces - before >= WENT_WELL_PIECES
                     failed.add(attempt.group_index)
                     self.retries.finish(is_retry)
                     is_counted = False

@@ -356,6 +356,26 @@ def test_attempts_are_bounded():
     play(backends, body, replace(PATIENT, attempts_max=3))
 
 
+def test_groups_lost_while_it_went_well_spend_no_tries():
+    """A long answer outlives more groups than it has tries, where each brought some of it."""
+    backends, left = groups(3), {9, 19, 29, 39}
+
+    def once(asked, index):
+        if index not in left:
+            return None
+        left.remove(index)
+        return "die"
+
+    for backend in backends:
+        backend.fault = once
+
+    async def body(service):
+        check_whole(await collect(service, call(max_tokens=50)), 50)
+        assert service.counts["attempts_lost"] == 4 and not left
+
+    play(backends, body, replace(PATIENT, attempts_max=2))
+
+
 class SlowToRise(Scripted):
     """Its next start takes `start_s`."""
 
