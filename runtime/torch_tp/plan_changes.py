@@ -19,6 +19,7 @@ from runtime.torch_tp.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 TAKE_IN_AGAIN_S = 1.0
+REVIVE_AFTER_S = 0.2  # the calls that a loss has interrupted have their next token by then
 
 Shares = Mapping[str, Sequence[float]]
 """"shares", and where they differ "mlp_shares" and "vocabulary_shares" (`layer_cuts.layer_plans`): one number per member, in rank order."""
@@ -36,7 +37,7 @@ class PlanChanges:
         self.completed = 0
         self.paused_s = 0.0  # of all slides
         self._revives, self._corrects, self._correct_every_s, self._on_step = revives, corrects, correct_every_s, on_step
-        self._revivals = Revivals()
+        self._revivals = Revivals(REVIVE_AFTER_S)
         self._wishes: deque[tuple[Shares | None, Future[LayerPlans]]] = deque()
         self._slide: Slide | None = None
         self._told: Future[LayerPlans] | None = None

@@ -1,4 +1,4 @@
-"""When a lost rank is started again: at once, and ever later where it does not stay."""
+"""When a lost rank is started again: soon, and ever later where it does not stay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ STAYED_S = 5.0
 class Revivals:
     """One that dies while it loads is told by nobody's step, so what counts is who is absent, not what was heard of losses."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause_s: float = 0.0) -> None:
+        """pause_s: from a loss to the start after it, for those left: what they do next needs the cores that a start would take."""
+        self._pause_s = pause_s
         self._started: dict[int, tuple[float, float]] = {}  # by worker: when it was last started, how long the start after that waits
         self._absent: dict[int, float] = {}  # by worker: when it may be started again
 
@@ -26,7 +28,7 @@ class Revivals:
                 started_s, wait_s = self._started.get(worker, (-math.inf, 0.0))
                 if now_s - started_s >= STAYED_S:
                     wait_s = 0.0
-                self._absent[worker] = started_s + wait_s
+                self._absent[worker] = max(started_s + wait_s, now_s + self._pause_s)
                 self._started[worker] = started_s, wait_s
             if now_s >= self._absent[worker]:
                 found.append(worker)

@@ -27,3 +27,8 @@ def test_one_that_stayed_is_started_at_once():
     assert revivals.due([0], 10.0 + STAYED_S) == [0]
     assert revivals.due([2], 10.1) == [] and revivals.due([2], 10.0 + FIRST_WAIT_S) == [2]
     assert revivals.due([], 11.0) == []
+
+
+def test_those_left_have_a_pause_first():
+    revivals = Revivals(pause_s=0.2)
+    assert [revivals.due([1], now_s) for now_s in (10.0, 10.19, 10.2)] == [[], [], [1]]
