@@ -14,9 +14,9 @@ from contextlib import suppress
 from typing import Protocol
 
 from runtime.backends.host_nursery import HostNursery
+from runtime.revival import Revivals
 from runtime.torch_tp.forked_process import ForkedProcess
 from runtime.torch_tp.nursery import NurseryGone
-from runtime.torch_tp.revival import Revivals
 
 logger = logging.getLogger(__name__)
 

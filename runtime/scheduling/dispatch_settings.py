@@ -29,18 +29,17 @@ BOUNDS: Mapping[str, Bounds] = {
 class DispatchSettings:
     """Limits and habits; times in s.
 
-    in_flight_max: calls inside, held ones included. hold_max_s: longest wait for a group to take a call. attempts_max: of one call;
-    attempts_by_class: of the classes named in it instead.
+    in_flight_max: calls inside, held ones included. hold_max_s: longest wait for a group to take a call. attempts_max: of one call, those
+    that went well before their group was lost (8 pieces) or fell silent left out; attempts_by_class: of the classes named in it instead.
     retry_wait_s: how long a retry waits for the budget, and at least how long a begun answer waits for a group. first_token_floor_s,
-    first_token_multiple: an attempt without a first token is
-    given up after max(floor, multiple x predicted), silence_multiple, silence_slack_s: a started stream after multiple x its group's
-    median gap + slack; both only after silence_alone_s where no other group could take the call and its own reports that it has it in
+    first_token_multiple: an attempt without a first token is given up after max(floor, multiple x predicted),
+    silence_multiple, silence_slack_s: a started stream after multiple x its group's median gap + slack;
+    both only after silence_alone_s where no other group could take the call and its own reports that it has it in
     hand. report_period_s: how often groups are asked for their reports. ready_within_s: a token so young proves that tokens can be made,
     and a probe gets as long. restart_s: first wait before a group that did not start, or died within 5 s of its start, is started again,
     doubled up to restart_max_s. class_timeout_fraction, class_timeout_limits: as in the simulated world. sheds_overload: turn calls away
     by priority while not all can be served in time. degrade_max_tokens: by class, what an answer may have while the pressure
-    (`envs.decision.overload`) is above
-    degrade_above; classes that are not named stay whole.
+    (`envs.decision.overload`) is above degrade_above; classes that are not named stay whole.
     """
 
     in_flight_max: int = 4096

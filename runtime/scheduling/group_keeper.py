@@ -13,12 +13,12 @@ import numpy as np
 from envs.decision.circuit_breaker import BreakerPanel, Outcome
 from envs.domain.snapshot import BoolArray
 from runtime.backends.interface import Backend, BackendFault
+from runtime.revival import STAYED_S
 from runtime.scheduling.dispatch_settings import DispatchSettings
 from runtime.scheduling.held_calls import HeldCalls
 from runtime.scheduling.prefix_memory import PrefixMemory
 from runtime.scheduling.served_plans import ServedPlans
 from runtime.scheduling.telemetry import Telemetry
-from runtime.torch_tp.revival import STAYED_S
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 
 from envs.decision.move_prices import CopyPrice
 from envs.domain.plans import LayerPlans
+from runtime.revival import Revivals
 from runtime.torch_tp.group_values import GroupError, GroupGone, GroupRebuilt
 from runtime.torch_tp.resplit import Slide, SlideState, SlideStep, pays
-from runtime.torch_tp.revival import Revivals
 from runtime.torch_tp.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)

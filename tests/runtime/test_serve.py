@@ -431,12 +431,20 @@ def test_seeded_sampling_is_the_same_in_every_group(ranks):
 
 
 def test_a_client_that_leaves_frees_its_place(ranks):
+    """That it left was seen before its answer was whole, which would have freed the place as well."""
+
+    def left() -> float:
+        return float(re.search(r"^ballast_client_departures_total (\S+)$", ranks.get("/metrics")[1], re.MULTILINE)[1])
+
     both_serve(ranks)
+    before = left()
     stream = ranks.stream("/v1/completions", ASKED)
     next(stream)
     stream.close()
     end_s = time.monotonic() + GUARD_S
-    while any(f'ballast_group_running{{group="{g}",model_name="tiny"}} 0' not in ranks.get("/metrics")[1] for g in ("pair", "single")):
+    while left() == before or any(
+        f'ballast_group_running{{group="{g}",model_name="tiny"}} 0' not in ranks.get("/metrics")[1] for g in ("pair", "single")
+    ):
         assert time.monotonic() < end_s
         time.sleep(0.05)
 

@@ -23,7 +23,7 @@ from runtime.torch_tp.process_name import process_name
 from tests.conftest import PROJECT
 from tests.runtime.backends import backend_kinds
 from tests.runtime.scheduling.service_parts import call
-from tests.runtime.torch_tp.test_parent_death import await_nothing_left, processes_in_session
+from tests.runtime.torch_tp.test_parent_death import await_nothing_left, end_session, processes_in_session
 
 WITHIN_S = 10.0
 """Of things that take milliseconds where the cores are free."""
@@ -172,12 +172,7 @@ class Hosts:
 def hosts(dreams) -> Iterator[Hosts]:
     hosts = Hosts(dreams)
     yield hosts
-    for number in (signal.SIGCONT, signal.SIGKILL):
-        try:
-            os.killpg(hosts.process.pid, number)
-        except ProcessLookupError:
-            break
-    hosts.process.communicate()
+    end_session(hosts.process)
 
 
 @pytest.mark.fault("K21")

@@ -29,6 +29,16 @@ def session_of(pid: int) -> int:
     return -1 if fields[0] in "ZX" else int(fields[3])
 
 
+def end_session(process: subprocess.Popen) -> None:
+    """All that is left of the session that `process` began, also who is stopped."""
+    for number in (signal.SIGCONT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+    process.communicate()
+
+
 def processes_in_session(session: int) -> list[str]:
     """Command lines of all that live in a session; workers and stores never leave their controller's."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and session_of(int(entry)) == session]
@@ -83,12 +93,7 @@ class Controller:
         )
 
     def end(self) -> None:
-        for number in (signal.SIGCONT, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                break
-        self.process.communicate()
+        end_session(self.process)
 
 
 @pytest.fixture

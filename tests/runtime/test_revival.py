@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from runtime.torch_tp.revival import FIRST_WAIT_S, STAYED_S, WAIT_MAX_S, Revivals
+from runtime.revival import FIRST_WAIT_S, STAYED_S, WAIT_MAX_S, Revivals
 
 
 def test_one_that_never_stays_is_started_ever_later_and_never_given_up():
